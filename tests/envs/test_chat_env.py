@@ -2,21 +2,28 @@
 # TensorDict.set takes a list of str, which its annotation leaves out
 
 import json
-from collections.abc import Sequence
-from typing import Any
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.conversation import Conversation
 from rlpost.data.ragged import ragged, strings
 from rlpost.envs import ChatEnv, DatasetChatEnv
+from rlpost.envs.chat import record_scores
 from rlpost.envs.transforms import DataLoadingPrimer, Transform
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.rewards.score import Score
+from tests.envs.own_rows import answer, answered
+from tests.says import Says
 
+Make = Callable[..., Conversation]
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]
 
 
@@ -29,12 +36,6 @@ class Countdown(ChatEnv):
     def score(self, conversation: Conversation) -> Score:
         said_yes = [m["content"] for m in conversation.messages if m["role"] == "assistant"].count("yes")
         return Score(float(said_yes), {"yes": float(said_yes)}, accuracy_lenient=1.0)
-
-
-def say(env: ChatEnv, conversations: Sequence[Conversation], text: str, finish_reason: str = "stop") -> None:
-    for conversation in conversations:
-        conversation.add_completion(Completion([7], [-0.5], text, finish_reason, 0))
-    env.advance(conversations)
 
 
 def questions(conversations: Sequence[Conversation]) -> list[str]:
@@ -51,13 +52,13 @@ def test_a_group_is_drawn_whole_and_numbered() -> None:
     assert [c.group_id for c in env.draw()] == [2, 2, 2, 3, 3, 3]
 
 
-def test_without_group_repeats_the_repeats_go_on_in_the_next_draw() -> None:
+def test_without_group_repeats_they_go_on_in_the_next_draw() -> None:
     env = DatasetChatEnv(ROWS, shuffle=False, num_envs=2, repeats=3)
     assert env.numel() == 2
     assert questions(env.draw() + env.draw()) == ["q0", "q0", "q0", "q1"]
 
 
-def test_conversations_carry_their_limits_and_no_system_message_by_default() -> None:
+def test_conversations_carry_limits_and_no_system_message() -> None:
     env = DatasetChatEnv(ROWS, shuffle=False, max_prompt_tokens=9, max_completion_tokens=4)
     drawn = env.draw()[0]
     assert (drawn.max_prompt_tokens, drawn.max_completion_tokens) == (9, 4)
@@ -92,7 +93,7 @@ def test_only_rows_that_were_not_drawn_may_go(shuffle: bool) -> None:
     for gone in range(5):
         fewer = DatasetChatEnv(ROWS[:gone] + ROWS[gone + 1 :], shuffle=shuffle, repeats=2)
         if ROWS[gone]["question"] in drawn:
-            with pytest.raises(DataError, match=r"3 different rows drawn.* only rows that were not drawn yet may go"):
+            with pytest.raises(DataError, match="3 different"):
                 fewer.load_state_dict(saved)
         else:
             fewer.load_state_dict(saved)
@@ -102,7 +103,7 @@ def test_only_rows_that_were_not_drawn_may_go(shuffle: bool) -> None:
 def test_once_an_epoch_is_over_no_row_may_go() -> None:
     env = DatasetChatEnv(ROWS)
     env.draw(6)
-    with pytest.raises(DataError, match=r"5 different rows drawn, shuffled.*4 different rows drawn, shuffled"):
+    with pytest.raises(DataError, match=r"5 different .*4 different"):
         DatasetChatEnv(ROWS[:4]).load_state_dict(env.state_dict())
 
 
@@ -117,115 +118,66 @@ def test_a_limit_keeps_the_first_rows() -> None:
 
 
 def test_a_template_is_filled_with_the_fields_of_the_task() -> None:
-    env = DatasetChatEnv(ROWS, shuffle=False, prompt_template="{question} is not {answer} {{}}")
-    assert questions(env.draw()) == ["q0 is not 0 {}"]
+    env = DatasetChatEnv(ROWS, shuffle=False, prompt_template="{question}/{answer} {{}}")
+    assert questions(env.draw()) == ["q0/0 {}"]
 
 
 @pytest.mark.parametrize("template", ["{question} {hint}", "{question} {}", "{question} {"])
-def test_a_template_that_does_not_fit_names_the_fields(template: str) -> None:
-    with pytest.raises(ConfigError, match=r"env.prompt_template=.*the fields are question, answer"):
+def test_a_template_that_does_not_fit_names_the_fields(template: str, says: Says) -> None:
+    with says.refused("env", ConfigError, "env.prompt_template"):
         DatasetChatEnv(ROWS, prompt_template=template).start()
 
 
-def test_an_empty_dataset_and_impossible_sizes_are_refused() -> None:
-    with pytest.raises(DataError, match="the dataset is empty"):
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(DataError, match="empty"):
         DatasetChatEnv([]).draw()
 
 
 def test_a_single_turn_ends_terminated_or_truncated_when_cut() -> None:
-    env = DatasetChatEnv(ROWS, num_envs=2)
-    ended, cut = env.draw()
-    say(env, [ended], "yes")
-    say(env, [cut], "ye", "length")
+    env = DatasetChatEnv(ROWS)
+    [ended], [cut] = answered(env, "yes"), answered(env, "ye", finish_reason="length")
     assert (ended.terminated, ended.truncated, cut.terminated, cut.truncated) == (True, False, False, True)
     assert ended.reward is None
 
 
 def test_several_turns_go_on_with_the_environments_messages() -> None:
-    env = Countdown(max_steps=5).append_transform(DataLoadingPrimer([{"query": "a word?"}]))
+    env = Countdown(max_steps=5).append_transform(DataLoadingPrimer([{"query": "word?"}]))
     conversation = env.draw()[0]
     for turn, word in enumerate(["yes", "no", "yes"]):
-        assert not conversation.done
-        assert conversation.turns == turn
-        say(env, [conversation], word)
-    assert [m["content"] for m in conversation.messages] == ["a word?", "yes", "more", "no", "more", "yes"]
+        assert (conversation.done, conversation.turns) == (False, turn)
+        answer(env, [conversation], word)
+    assert [m["content"] for m in conversation.messages] == ["word?", "yes", "more", "no", "more", "yes"]
     assert (conversation.terminated, conversation.reward, conversation.reward_parts) == (True, 2.0, {"yes": 2.0})
 
 
-@pytest.mark.parametrize(
-    ("outcome", "said"), [(ZeroDivisionError("oops"), "ZeroDivisionError: oops"), (float("nan"), "the reward is nan")]
-)
-def test_a_reward_that_fails_is_invalid_and_never_a_zero(outcome: Any, said: str) -> None:
+def test_a_reward_that_fails_is_invalid_and_never_a_zero() -> None:
     class Broken(DatasetChatEnv):
         def score(self, conversation: Conversation) -> Score:
-            if isinstance(outcome, Exception):
-                raise outcome
-            return Score(outcome)
+            raise ZeroDivisionError("oops")
 
     env = Broken(ROWS)
-    conversation = env.draw()[0]
-    say(env, [conversation], "yes")
-    assert (conversation.valid, conversation.reward, conversation.done) == (False, None, True)
-    assert said in (conversation.error or "")
-    stepped = env.step(env.reset().set("text_response", ["yes"]))
-    assert stepped["next", "reward"].isnan().all()
-
-
-def test_data_faults_found_while_scoring_are_not_taken_for_the_models() -> None:
-    class Faulty(DatasetChatEnv):
-        def score(self, conversation: Conversation) -> Score:
-            raise DataError("the task has no answer")
-
-    env = Faulty(ROWS)
-    with pytest.raises(DataError, match="has no answer"):
-        say(env, env.draw(), "yes")
+    stepped = env.step(env.reset().set("text_response", ["yes"]))["next"]
+    assert (stepped["reward"].isnan().all(), stepped["done"].all()) == (True, True)
+    [conversation] = stepped["conversation"]
+    assert (conversation.valid, conversation.reward) == (False, None)
 
 
 def test_a_transform_may_speak_for_the_environment() -> None:
     class Echo(Transform):
-        def on_begin(self, conversations: Sequence[Conversation]) -> None:
-            for conversation in conversations:
-                conversation.messages[-1]["content"] += "!"
-
         def on_reply(self, conversations: Sequence[Conversation]) -> None:
             for conversation in conversations:
                 if conversation.response_text == "tool":
                     conversation.messages.append({"role": "user", "content": "result"})
 
     env = DatasetChatEnv(ROWS, shuffle=False, max_steps=3).append_transform(Echo())
-    conversation = env.draw()[0]
-    say(env, [conversation], "tool")
+    [conversation] = answered(env, "tool")
     assert not conversation.done
-    say(env, [conversation], "bye")
+    answer(env, [conversation], "bye")
     assert conversation.terminated
-    assert [m["content"] for m in conversation.messages] == ["q0!", "tool", "result", "bye"]
+    assert [m["content"] for m in conversation.messages] == ["q0", "tool", "result", "bye"]
 
 
-def test_the_example_of_a_chat_step_by_step() -> None:
-    tokenizer = tiny_tokenizer()
-    env = ChatEnv(
-        tokenizer=tokenizer,
-        system_prompt="You are an assistant that can execute Python code.",
-        user_role="user",
-        system_role="system",
-        batch_size=[1],
-    )
-    env.set_seed(0)
-    start = env.reset(TensorDict(text="Write a function.", batch_size=[1]))
-    assert start["query"] == ["Write a function."]
-    assert list(start["text"].keys()) == ["prompt"]
-    stepped, following = env.step_and_maybe_reset(start.set("text_response", ["Here it is:\n```\n<|im_end|>\n"]))
-    assert following["history"].apply_chat_template(tokenizer=tokenizer) == [
-        "<|im_start|>system\nYou are an assistant that can execute Python code.<|im_end|>\n"
-        "<|im_start|>user\nWrite a function.<|im_end|>\n"
-        "<|im_start|>assistant\nHere it is:\n```<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    ]
-    assert stepped["next", "reward"].tolist() == [[0.0]]
-    assert stepped["next", "done"].tolist() == [[False]]
-
-
-def test_a_plain_text_becomes_the_query_and_other_entries_the_task() -> None:
+def test_a_plain_text_becomes_the_query_of_the_task() -> None:
     env = ChatEnv(2)
     texts = NonTensorStack("one", "two")
     start = env.reset(TensorDict({"text": texts, "level": torch.tensor([3, 4])}, batch_size=[2]))
@@ -236,11 +188,11 @@ def test_a_plain_text_becomes_the_query_and_other_entries_the_task() -> None:
     assert env.reset(TensorDict({"query": texts}, batch_size=[2]))["group_id"].tolist() == [2, 3]
 
 
-def test_reset_and_step_say_what_they_lack() -> None:
+def test_a_reset_without_prompts_says_what_it_lacks(says: Says) -> None:
     env = ChatEnv(2)
-    with pytest.raises(DataError, match="was given other but neither 'text' nor 'query'"):
+    with says.refused("env", DataError, "'query'"):
         env.reset(TensorDict({"other": torch.zeros(2)}, batch_size=[2]))
-    with pytest.raises(DataError, match="has no prompts of its own"):
+    with says.refused("env", DataError, "DataLoadingPrimer"):
         env.reset()
 
 
@@ -276,8 +228,60 @@ def test_a_rollout_stops_with_the_first_end_or_goes_on() -> None:
     def policy(tensordict: TensorDictBase) -> TensorDictBase:
         return tensordict.set("text_response", ["yes"])
 
-    env = Countdown(1, max_steps=5).append_transform(DataLoadingPrimer([{"query": "a word?"}]))
+    env = Countdown(1, max_steps=5).append_transform(DataLoadingPrimer([{"query": "word?"}]))
     assert env.rollout(10, policy)["next", "reward"].squeeze().tolist() == [0.0, 0.0, 3.0]
     longer = env.rollout(4, policy, break_when_any_done=False)
     assert longer.batch_size == torch.Size([1, 4])
     assert longer["next", "reward"].squeeze().tolist() == [0.0, 0.0, 3.0, 0.0]
+
+
+# Scores: what raises, leaves or hangs is an error of its conversation
+
+
+def scored(make: Make, texts: list[str], seconds: float = 0.2) -> list[Conversation]:
+    conversations = [make(0, i, text=text, reward=None) for i, text in enumerate(texts)]
+    record_scores(conversations, score, seconds)
+    return conversations
+
+
+RAISED: dict[str, BaseException] = {"raises": KeyError("x"), "leaves": SystemExit(3), "data": DataError("no answers")}
+
+
+def score(conversation: Conversation) -> Score | None:
+    text = conversation.response_text
+    if text in RAISED:
+        raise RAISED[text]
+    if text == "hangs":
+        with suppress(Exception):  # as a client that tries again does
+            time.sleep(30)
+    return Score({"nan": math.nan, "huge": 1e40}.get(text, float(len(text))))
+
+
+@pytest.mark.parametrize("text", ["raises", "leaves", "nan", "huge", "hangs"])
+def test_what_fails_is_no_reward_of_0(conversation: Make, text: str, says: Says) -> None:
+    good, bad, other = scored(conversation, ["a", text, "abc"])
+    assert (good.reward, good.valid, other.reward, other.valid) == (1.0, True, 3.0, True)
+    assert (bad.reward, bad.valid) == (None, False)
+    says("train", bad.error)
+
+
+def test_a_score_that_always_hangs_is_given_up_soon(conversation: Make, says: Says) -> None:
+    began = time.monotonic()
+    played = scored(conversation, ["hangs"] * 150)
+    assert time.monotonic() - began < 25.0  # three deadlines, not a hundred and fifty: 30 s
+    assert not any(c.valid for c in played)
+    [late], [not_tried] = ({c.error for c in part} for part in (played[:3], played[3:]))
+    says("train", f"{late}\n{not_tried}")
+
+
+def test_errors_of_data_pass_through(conversation: Make) -> None:
+    with pytest.raises(DataError, match="no answers"):
+        scored(conversation, ["a", "data"])
+
+
+def test_failures_are_counted_and_named_in_the_log(conversation: Make, caplog: pytest.LogCaptureFixture) -> None:
+    scored(conversation, ["a", "raises", "nan"])
+    scored(conversation, ["a", "b"])
+    [told] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told.startswith("2 of 3 ")
+    assert told.endswith("KeyError: 'x'")

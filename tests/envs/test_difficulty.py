@@ -6,19 +6,19 @@ import json
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.compose import compose
 from rlpost.data.order import OrderedRows
 from rlpost.envs.difficulty import WeighedRows
 from rlpost.errors import ConfigError
-from rlpost.settings.commands import RunRequest
+from tests.envs.own_rows import write_rows
+from tests.trainings import metrics, train_in, train_in_parts, untimed
 
 TRAINED = ["model=tiny", "policy=transformers", "model.autocast=none", "prompts_per_step=4", "group_size=2"]
 TRAINED += ["env.max_completion_tokens=4", "eval.enabled=false", "deterministic=true", "difficulty.enabled=true"]
+TRAINED += ["optim.schedule=constant"]
 
 
 def rows(size: int, least: float = 0.2, seed: int = 0) -> WeighedRows:
@@ -46,7 +46,7 @@ def test_prompts_are_drawn_in_proportion_to_their_weights() -> None:
     assert weighed.take_shares() == {}
 
 
-def test_a_prompt_of_one_right_in_four_weighs_three_quarters_of_the_way_up() -> None:
+def test_one_right_in_four_weighs_three_quarters_of_the_way_up() -> None:
     weighed = rows(2)
     next(iter(weighed))
     assert weighed.weight(0) == 1.0  # not known yet
@@ -64,46 +64,29 @@ def test_another_process_goes_on_with_the_same_draws() -> None:
     assert list(islice(other.iter_from(15), 5)) == [weighed.number_of(draw) for draw in range(15, 20)]
 
 
-def run(folder: Path, *words: str, resume: str | None = None) -> list[dict[str, Any]]:
-    composed = compose(TRAIN_GRPO, [*TRAINED, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert TRAIN_GRPO.train(composed.settings, request) == 0
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+REWARD = """
+def score(completions, never, **columns):
+    return [float(not no and len(text) % 2) for text, no in zip(completions, never, strict=True)]
+"""
 
 
-@pytest.fixture
-def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model is never right, so replies with small ids are, and sums whose answer ends in 0 never."""
-    from rlpost.envs.arithmetic import ArithmeticEnv
-    from rlpost.rewards.score import Score
-
-    def score(self: ArithmeticEnv, conversation: Any) -> Score:
-        right = float(conversation.response_ids[0] < 130 and not str(conversation.answer or "").endswith("0"))
-        return Score(reward=right, accuracy_strict=right, accuracy_lenient=right)
-
-    monkeypatch.setattr(ArithmeticEnv, "score", score)
-
-
-def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
-
-
-@pytest.mark.usefixtures("some_right")
 @pytest.mark.parametrize("dynamic", ["false", "true"])
 def test_a_resumed_run_draws_what_the_unbroken_one_does(tmp_path: Path, dynamic: str) -> None:
-    words = ["env.limit=6", f"dynamic.enabled={dynamic}"]
-    whole = run(tmp_path / "whole", *words, "steps=6")
-    run(tmp_path / "broken", *words, "steps=3", "optim.schedule=constant")
-    broken = run(tmp_path / "broken", *words, "steps=6", "optim.schedule=constant", resume="latest")
-    same = run(tmp_path / "same", *words, "steps=6", "optim.schedule=constant")
-    assert untimed(broken) == untimed(same)
-    assert whole[0]["difficulty/new"] > 0.5
-    assert whole[-1]["difficulty/new"] == 0.0
+    """Of six prompts two never earn anything, and the others as the length of a reply wills."""
+    path = write_rows(tmp_path, [{"prompt": f"Say {number}.", "never": number < 2} for number in range(6)])
+    (tmp_path / "r.py").write_text(REWARD)
+    own = ["env=dataset", f"env.path={path}", f"env.reward={tmp_path}/r.py:score", "env.held_out=0"]
+    whole, parted = train_in_parts(TRAIN_GRPO, tmp_path, [*TRAINED, *own, f"dynamic.enabled={dynamic}"])
+    assert untimed(parted) == untimed(whole)
+    shares = [line["difficulty/new"] for line in metrics(whole)]
+    assert shares[0] > 0.5
+    assert shares[-1] == 0.0
 
 
-def test_it_needs_prompts_that_come_again_and_stays_as_the_run_began(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"every prompt is new: add env\.limit=200"):
-        run(tmp_path / "r", "steps=1", "env=countdown")
-    run(tmp_path / "s", "steps=1", "env.limit=6")
-    with pytest.raises(ConfigError, match=r"the run began with difficulty\.enabled=true; keep that"):
-        run(tmp_path / "s", "steps=2", "env.limit=6", "difficulty.enabled=false", resume="latest")
+def test_it_needs_prompts_that_repeat_and_stays_as_it_began(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"env\.limit=200"):
+        train_in(TRAIN_GRPO, tmp_path / "r", [*TRAINED, "steps=1", "env=countdown"])
+    train_in(TRAIN_GRPO, tmp_path / "s", [*TRAINED, "steps=1", "env.limit=6"])
+    again = [*TRAINED, "steps=2", "env.limit=6", "difficulty.enabled=false"]
+    with pytest.raises(ConfigError, match=r"difficulty\.enabled=true; keep"):
+        train_in(TRAIN_GRPO, tmp_path / "s", again, resume="latest")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -31,6 +31,12 @@ def seeded(seed: int, count: int) -> list[tuple[int, int]]:
     return [draw() for _ in range(count)]
 
 
+def begun(generators: Sequence[str] = GENERATORS) -> Turn:
+    turn = Turn(generators)
+    turn.begin()
+    return turn
+
+
 def test_two_games_that_take_turns_each_draw_as_if_alone() -> None:
     expected = [seeded(seed, 3) for seed in (5, 6)]
     games = Draws(5), Draws(6)
@@ -46,8 +52,7 @@ def test_two_games_that_take_turns_each_draw_as_if_alone() -> None:
 def test_a_turn_leaves_the_rest_of_the_program_its_draws() -> None:
     expected = seeded(1, 2)
     assert seeded(1, 1) == expected[:1]
-    turn = Turn(GENERATORS)
-    turn.begin()
+    turn = begun()
     assert turn.enter(Draws(7))
     assert draw() == seeded(7, 1)[0]
     turn.end()
@@ -55,47 +60,33 @@ def test_a_turn_leaves_the_rest_of_the_program_its_draws() -> None:
 
 
 def test_a_turn_sets_only_the_generators_it_names() -> None:
-    turn = Turn(("random",))
-    turn.begin()
+    turn = begun(("random",))
     assert turn.enter(Draws(7))
     np.random.seed(3)
     turn.end()
-    drawn = draw()[1]
-    assert drawn == seeded(3, 1)[0][1]
+    assert draw()[1] == seeded(3, 1)[0][1]
 
 
 def test_turns_wait_for_each_other() -> None:
-    first, second = Turn(GENERATORS), Turn(GENERATORS)
-    first.begin()
-    began = threading.Event()
-
-    def play() -> None:
-        second.begin()
-        began.set()
-
-    thread = threading.Thread(target=play, daemon=True)
-    thread.start()
-    assert not began.wait(0.02)  # a turn that did not wait would have begun by then
-    first.end()
-    assert began.wait(60)
+    first, second = begun(), Turn(GENERATORS)
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(second.begin)
+        assert not wait([beginning], 0.02).done  # a turn that did not wait would have begun by then
+        first.end()
+        beginning.result(60)
     second.end()
-    thread.join(60)
 
 
-def test_a_turn_that_another_thread_has_ended_sets_nothing_any_more() -> None:
-    turn = Turn(GENERATORS)
-    turn.begin()
-    ending = threading.Thread(target=turn.end)
-    ending.start()
-    ending.join(60)
+def test_a_turn_that_another_thread_has_ended_sets_nothing() -> None:
+    turn = begun()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(turn.end).result(60)
     expected = seeded(2, 1)
     seeded(2, 0)
     assert not turn.enter(Draws(9))
     turn.end()
     assert [draw()] == expected
-    free = Turn(GENERATORS)
-    free.begin()  # the lock was released once, not twice
-    free.end()
+    begun().end()  # the lock was released once, not twice
 
 
 def test_watched_draws_are_noticed_and_taken_back() -> None:
@@ -109,9 +100,8 @@ def test_watched_draws_are_noticed_and_taken_back() -> None:
     assert [draw()] == expected
 
 
-def test_a_watch_does_not_take_draws_back_that_may_be_those_of_a_turn() -> None:
-    turn, watch = Turn(GENERATORS), Watch()
-    turn.begin()
+def test_a_watch_does_not_take_back_draws_of_a_turn() -> None:
+    watch, turn = Watch(), begun()
     random.random()
     assert not watch.end()
     during = Watch()

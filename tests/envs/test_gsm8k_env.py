@@ -1,9 +1,7 @@
 # pyright: reportArgumentType=false
 # TensorDict.set takes a list of str, which its annotation leaves out
 
-import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -11,41 +9,32 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from rlpost.data.chat import Continuation
-from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.conversation import Conversation
 from rlpost.envs import ChatEnv, GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
-from rlpost.envs.build import build_env
 from rlpost.envs.proof import prove
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.rewards.score import Score
-from rlpost.settings import EnvSettings, GSM8KSettings
+from tests.envs.own_rows import answer, answered, write_rows
+from tests.says import Says
 
 ROWS = [
-    {"question": "Two and two?", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
-    {"question": "A thousand and four?", "answer": "It is 1,004.\n#### 1,004"},
-    {"question": "Two less five?", "answer": "2-5 = -3\n#### -3"},
+    {"question": "2 + 2?", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
+    {"question": "1000 + 4?", "answer": "It is 1,004.\n#### 1,004"},
+    {"question": "2 - 5?", "answer": "2-5 = -3\n#### -3"},
 ]
 DATA = Path(os.environ.get("RLPOST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 
 
-def folder_of(rows: list[dict[str, str]], folder: Path) -> Path:
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    return folder
-
-
 def replied(env: GSM8KEnv, text: str, finish_reason: str = "stop") -> Conversation:
-    conversation = env.draw()[0]
-    conversation.add_completion(Completion([], [], text, finish_reason, 0))
-    env.advance([conversation])
-    return conversation
+    return answered(env, text, finish_reason=finish_reason)[0]
 
 
 def test_a_task_holds_question_solution_and_final_answer(tmp_path: Path) -> None:
-    conversation = GSM8KEnv(str(folder_of(ROWS, tmp_path)), shuffle=False).draw()[0]
-    assert conversation.task == {"question": "Two and two?", "solution": "2+2 = <<2+2=4>>4", "answer": "4"}
+    conversation = GSM8KEnv(str(write_rows(tmp_path, ROWS)), shuffle=False, held_out=0).draw()[0]
+    assert conversation.task == {"question": "2 + 2?", "solution": "2+2 = <<2+2=4>>4", "answer": "4"}
     assert [m["role"] for m in conversation.messages] == ["system", "user"]
-    assert conversation.query == "Two and two?"
+    assert conversation.query == "2 + 2?"
 
 
 def test_a_reply_is_scored_without_the_tags_of_the_system_prompt() -> None:
@@ -65,48 +54,30 @@ def test_rewards_can_be_left_out_or_tiered() -> None:
     assert [replied(env, text).reward for text in ("<answer>4</answer>", "<answer>5</answer>", "4")] == [5.0, 1.0, -1.0]
 
 
-def test_a_row_without_final_answer_is_named_by_file_row_and_field(tmp_path: Path) -> None:
-    folder = folder_of([*ROWS, {"question": "And?", "answer": "no number"}], tmp_path)
-    with pytest.raises(DataError, match=r"train.jsonl, row 4, field 'answer': has no '#### ' followed by a number"):
-        GSM8KEnv(str(folder)).start()
-    with pytest.raises(DataError, match="the dataset, row 1, field 'answer'"):
-        GSM8KEnv([{"question": "And?", "answer": "no number"}]).start()
-
-
-def test_one_file_serves_no_question_to_both_splits(tmp_path: Path) -> None:
-    file = tmp_path / "all.jsonl"
-    file.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": f"#### {n}"}) for n in range(50)))
-    sides = []
-    for split in ("train", "test"):
-        env = build_env(GSM8KSettings(path=str(file), split=split, held_out=0.4), num_prompts=1, group_size=1, seed=0)
-        sides.append({conversation.query for conversation in env.draw(env.num_tasks)})
-    assert sides[0] & sides[1] == set()
-    assert len(sides[0] | sides[1]) == 50
+def test_a_row_without_final_answer_is_named_by_row_and_field(tmp_path: Path) -> None:
+    bad = {"question": "And?", "answer": "no number"}
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 4, field 'answer': .*'#### '"):
+        GSM8KEnv(str(write_rows(tmp_path, [*ROWS, bad]))).start()
+    with pytest.raises(DataError, match="row 1, field 'answer'"):
+        GSM8KEnv([bad]).start()
 
 
 def test_building_reads_nothing_and_starting_does(tmp_path: Path) -> None:
     env = GSM8KEnv(str(tmp_path / "nothing"))
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="nothing"):
         env.start()
 
 
 def test_the_parser_scores_a_tensordict() -> None:
-    replies = [
-        "<think>a</think><answer>4</answer><|im_end|>",
-        "<answer>5</answer>",
-        "<think>a</think>",
-        "<answer>1004.0</answer>",
-    ]
-    answers = ["2+2\n#### 4", "#### 4", "4", "#### 1,004"]
-    tensordict = TensorDict(
-        {
-            "text": {"response": NonTensorStack(*replies)},
-            "answer": NonTensorStack(*answers),
-            "reward": torch.tensor([[0.5], [0.0], [0.0], [0.0]]),
-        },
-        batch_size=[4],
+    replies, answers, before = zip(
+        ("<think>a</think><answer>4</answer><|im_end|>\n", "2+2\n#### 4", 0.5),
+        ("<answer>5</answer>", "#### 4", 0.0),
+        ("<think>a</think>", "4", 0.0),
+        ("<answer>1004.0</answer>", "1,004", 0.0),
+        strict=True,
     )
-    scored = GSM8KRewardParser()(tensordict)
+    given = {"text": {"response": NonTensorStack(*replies)}, "answer": NonTensorStack(*answers)}
+    scored = GSM8KRewardParser()(TensorDict({**given, "reward": torch.tensor(before)[:, None]}, batch_size=[4]))
     assert scored["reward"].shape == torch.Size([4, 1, 1])
     assert scored["reward"].flatten().tolist() == pytest.approx([1.5, 0.1, 0.0, 1.0])
     assert scored["reward_answer"].flatten().tolist() == [1.0, 1.0, 0.0, 1.0]
@@ -114,12 +85,6 @@ def test_the_parser_scores_a_tensordict() -> None:
     assert scored["reward_right"].flatten().tolist() == [1.0, 0.0, 0.0, 1.0]
     assert scored["success"].flatten().tolist() == [True, False, False, True]
     assert scored["done"].flatten().tolist() == [True, True, False, True]
-
-
-def test_the_parser_is_a_function_of_reply_and_truth() -> None:
-    parser = GSM8KRewardParser()
-    assert parser.score("<answer>4</answer>", "2+2\n#### 4").reward == 1.0
-    assert parser.score("<answer>4</answer>", "4").reward == 1.0
 
 
 def test_the_parser_adds_to_a_reward_and_ends_any_chat() -> None:
@@ -134,16 +99,16 @@ def test_the_parser_adds_to_a_reward_and_ends_any_chat() -> None:
 
 def test_a_prepared_question_ends_inside_the_reasoning() -> None:
     prepare = GSM8KPrepareQuestion()
-    prompt = prepare.prepare("Two and two?")
-    assert prompt.endswith("User: Two and two?\n\nAssistant: <think>")
-    prepared = prepare(TensorDict({"text": NonTensorStack("Two and two?")}, batch_size=[1]))
+    prompt = prepare.prepare("2 + 2?")
+    assert prompt.endswith("User: 2 + 2?\n\nAssistant: <think>")
+    prepared = prepare(TensorDict({"text": NonTensorStack("2 + 2?")}, batch_size=[1]))
     assert prepared["text"] == [prompt]
     renamed = GSM8KPrepareQuestion("Q: {question}", in_key="query", out_key="prompt")
     written = renamed(TensorDict({"query": NonTensorStack("Why?")}, batch_size=[1]))
     assert (written["query"], written["prompt"]) == (["Why?"], ["Q: Why?"])
 
 
-def test_the_environment_made_of_transforms_scores_like_the_whole_one() -> None:
+def test_an_environment_made_of_transforms_scores_alike() -> None:
     env = make_gsm8k_env(ROWS, num_envs=2, repeats=2, group_repeats=True)
     drawn = env.draw()
     assert [c.group_id for c in drawn] == [0, 0, 1, 1]
@@ -151,26 +116,21 @@ def test_the_environment_made_of_transforms_scores_like_the_whole_one() -> None:
     assert drawn[0].query.endswith("Assistant: <think>")
     Continuation(tiny_tokenizer()).begin(drawn[0])
     assert drawn[0].prompt_text == drawn[0].query  # nothing follows what the model is to go on from
-    for conversation in drawn:
-        conversation.add_completion(Completion([], [], f"<answer>{conversation.task['answer']}</answer>", "stop", 0))
-    env.advance(drawn)
+    answer(env, drawn, *(f"<answer>{conversation.task['answer']}</answer>" for conversation in drawn))
     assert [(c.reward, c.accuracy_strict, c.terminated) for c in drawn] == [(1.0, 1.0, True)] * 4
 
 
-def test_a_proof_holds_on_true_answers_and_names_what_fails() -> None:
+def test_a_proof_holds_on_true_answers_and_names_what_fails(says: Says) -> None:
     proof = prove(GSM8KEnv(ROWS))
     assert (proof.holds, proof.checked, proof.replies) == (True, 3, 3 * 8)
-    assert proof.lines() == ["3 gold answers and 21 corrupted ones: all scored rightly"]
 
     class Blind(GSM8KEnv):
         def score(self, conversation: Conversation) -> Score:
             return Score(1.0, accuracy_strict=1.0, accuracy_lenient=1.0)
 
     blind = prove(Blind(ROWS[:1]))
-    assert not blind.holds
-    assert len(blind.failures) == 7
-    assert blind.lines()[1].startswith("  7 wrong scores: the corrupted reply '' got reward 1.0, strict accuracy 1.0")
-    assert blind.lines()[1].endswith("(the dataset, row 1)")
+    assert (blind.holds, len(blind.failures)) == (False, 7)
+    says("env", "\n".join([*proof.lines(), *blind.lines()]))
 
 
 def test_a_proof_of_nothing_does_not_hold() -> None:
@@ -179,19 +139,12 @@ def test_a_proof_of_nothing_does_not_hold() -> None:
             return iter(())
 
     assert not prove(Empty(ROWS)).holds
-    with pytest.raises(DataError, match="has no gold answers"):
+    with pytest.raises(DataError, match="gold answers"):
         prove(ChatEnv())
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the GSM8K files are not on this machine")
 @pytest.mark.parametrize(("split", "rows"), [("train", 7473), ("test", 1319)])
 def test_every_gold_answer_of_the_dataset_scores_full_marks(split: str, rows: int) -> None:
-    started = time.perf_counter()
     proof = prove(GSM8KEnv(str(DATA), split=split))
     assert (proof.checked, proof.failures) == (rows, [])
-    assert time.perf_counter() - started < 30
-
-
-def test_settings_without_an_environment_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no environment belongs to EnvSettings"):
-        build_env(EnvSettings(), num_prompts=1, group_size=1, seed=0)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tensordict import NonTensorStack, TensorDict
 
 pytest.importorskip("if_verifiable")
 
-from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.conversation import Conversation
 from rlpost.envs import ChatEnv, IFEvalEnv, IFEvalScoreData, IfEvalScorer
 from rlpost.envs.build import build_env
 from rlpost.envs.ifeval import ANSWER_PROMPT
@@ -23,6 +22,7 @@ from rlpost.envs.proof import prove
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.ifbench import IFBENCH
 from rlpost.settings import IFBenchSettings
+from tests.envs.own_rows import answer, answered, write_rows
 from tests.rewards.instruction_data import (
     IFBENCH_ROWS,
     IFEVAL_ROWS,
@@ -31,6 +31,7 @@ from tests.rewards.instruction_data import (
     needs_ifbench,
     needs_ifeval,
 )
+from tests.says import Says
 
 QUOTED = {"key": 1, "prompt": "Quote it.", "instruction_id_list": ["startend:quotation"], "kwargs": [{}]}
 BOTH = {
@@ -48,17 +49,8 @@ def nltk_data(monkeypatch: pytest.MonkeyPatch) -> None:
     find_nltk_data_in([str(NLTK_DATA)], monkeypatch)
 
 
-def file_of(rows: list[dict[str, Any]], folder: Path) -> Path:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 def replied(env: ChatEnv, text: str, finish_reason: str = "stop") -> Conversation:
-    conversation = env.draw()[0]
-    conversation.add_completion(Completion([], [], text, finish_reason, 0))
-    env.advance([conversation])
-    return conversation
+    return answered(env, text, finish_reason=finish_reason)[0]
 
 
 def test_the_prompt_is_asked_as_it_stands() -> None:
@@ -104,54 +96,38 @@ def test_rewards_can_be_left_out_or_weighted() -> None:
     assert replied(weighted, f"Sure\n{FOLLOWS_BOTH}").reward == weighted.max_reward == 2.0
 
 
-def test_a_check_that_raises_makes_the_reply_invalid_and_names_the_instruction() -> None:
-    row = {"prompt": "JSON.", "instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]}
-    failed = replied(IFEvalEnv([row]), "[" * 100_000)
-    assert (failed.reward, failed.valid) == (None, False)
-    assert "detectable_format:json_format cannot be checked" in (failed.error or "")
-
-
 # Rows
 
 
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("row", "field"),
     [
-        ({"instruction_id_list": ["startend:quotations"]}, "'instruction_id_list': .*did you mean startend:quotation"),
-        ({"kwargs": []}, "field 'kwargs': there are 0 for 1 instructions"),
-        ({"kwargs": [{"words": 3}]}, "field 'kwargs': startend:quotation has no argument 'words'"),
-        ({"prompt": " "}, "field 'prompt': is empty"),
+        (QUOTED | {"instruction_id_list": ["startend:quotations"]}, "instruction_id_list"),
+        (QUOTED | {"kwargs": None}, "kwargs"),
+        (QUOTED | {"kwargs": [{"words": 3}]}, "kwargs"),
+        (QUOTED | {"prompt": " "}, "prompt"),
     ],
+    ids=["kind", "null", "argument", "prompt"],
 )
-def test_a_row_that_cannot_be_used_is_named_by_file_row_and_field(
-    broken: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    file = file_of([BOTH, {**QUOTED, **broken}], tmp_path)
-    with pytest.raises(DataError, match=rf"rows.jsonl, row 2, .*{message}"):
-        IFEvalEnv(str(file)).start()
+def test_a_bad_row_is_named_by_file_row_and_field(row: dict[str, Any], field: str, tmp_path: Path, says: Says) -> None:
+    with says.refused("env", DataError, f"rows.jsonl, row 2, field '{field}': "):
+        IFEvalEnv(str(write_rows(tmp_path, [BOTH, row]))).start()
 
 
-def test_a_row_without_instructions_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 1, field 'instruction_id_list': missing"):
-        IFEvalEnv(str(file_of([{"prompt": "Why?"}], tmp_path))).start()
-    with pytest.raises(DataError, match="the dataset, row 1, field 'kwargs'"):
-        IFEvalEnv([{**QUOTED, "kwargs": None}]).start()
-
-
-def test_rows_with_some_kinds_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_some_kinds_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     sentences = {"num_sentences": 2, "relation": "at least"}
     counted = {"prompt": "Two.", "instruction_id_list": ["length_constraints:number_sentences"], "kwargs": [sentences]}
-    file = str(file_of([QUOTED, counted, BOTH], tmp_path))
+    file = str(write_rows(tmp_path, [QUOTED, counted, BOTH]))
     find_nltk_data_in([str(tmp_path)], monkeypatch)
-    with pytest.raises(DataError, match="length_constraints:number_sentences needs NLTK's punkt_tab"):
+    with pytest.raises(DataError, match=r"length_constraints:number_sentences .* punkt_tab"):
         IFEvalEnv(file, split="test", held_out=1.0).start()
     kinds = ["length_constraints:number_sentences"]
     env = IFEvalEnv(file, split="test", held_out=1.0, leave_out=kinds, shuffle=False)
     assert [conversation.task["key"] for conversation in env.draw(2)] == [1, 2]
     assert IFEvalEnv(file, split="test", held_out=1.0, leave_out=kinds, limit=1).num_tasks == 1
-    with pytest.raises(DataError, match="leaves none of 1 rows"):
+    with says.refused("env", DataError, "1 rows"):
         IFEvalEnv([counted], leave_out=kinds).start()
-    with pytest.raises(ConfigError, match="not an instruction of IFEval; did you mean startend:quotation"):
+    with says.refused("env", ConfigError, "env.leave_out"):
         IFEvalEnv(ROWS, leave_out=["startend:quotations"]).start()
 
 
@@ -173,24 +149,15 @@ def test_a_step_brings_the_verdicts_beside_the_reward() -> None:
     assert [row.tolist() for row in score.inst_level_loose_acc.unbind()] == [[1.0], [0.0, 1.0, 0.0]]
 
 
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_the_reward_is_the_same_in_every_input_mode(mode: str, tiny_tokenizer: Any) -> None:
-    env = IFEvalEnv([BOTH], tokenizer=tiny_tokenizer, input_mode=mode)
-    ids = tiny_tokenizer(FOLLOWS_BOTH, add_special_tokens=False)["input_ids"]
-    reply = {
-        "text": {"response": NonTensorStack(FOLLOWS_BOTH)},
-        "tokens": {"response": torch.nested.nested_tensor([torch.tensor(ids)], layout=torch.jagged)},
-    }
-    stepped = env.step(env.reset().update(TensorDict(reply, batch_size=[1])))["next"]
-    assert (stepped["reward"].tolist(), stepped["accuracy_strict"].tolist()) == ([[1.0]], [[1.0]])
-
-
-def test_a_reply_whose_check_failed_has_no_verdict() -> None:
+def test_a_reply_whose_check_raises_is_invalid() -> None:
     row = {"prompt": "JSON.", "instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]}
     env = IFEvalEnv([row, QUOTED], shuffle=False, num_envs=2)
     stepped = env.step(env.reset().set("text_response", ["[" * 100_000, '"So."']))["next"]
-    assert stepped["reward"][1].tolist() == [1.0]
+    failed = stepped["conversation"][0]
+    assert (failed.reward, failed.valid) == (None, False)
+    assert "detectable_format:json_format" in failed.error
     assert math.isnan(stepped["reward"][0].item())
+    assert stepped["reward"][1].tolist() == [1.0]
     score = stepped["ifeval_score"]
     assert math.isnan(score.prompt_level_strict_acc[0].item())
     assert math.isnan(score.inst_level_loose_acc.unbind()[0].item())
@@ -201,15 +168,9 @@ def test_a_reply_whose_check_failed_has_no_verdict() -> None:
 
 
 def rows_to_score(*replies: str) -> TensorDict:
-    return TensorDict(
-        {
-            "text": NonTensorStack("Quote it.", "Quote two words, without a comma."),
-            "instruction_id_list": NonTensorStack(*[row["instruction_id_list"] for row in ROWS]),
-            "kwargs": NonTensorStack(*[row["kwargs"] for row in ROWS]),
-            "text_response": NonTensorStack(*replies),
-        },
-        batch_size=[2],
-    )
+    names = {"text": "prompt", "instruction_id_list": "instruction_id_list", "kwargs": "kwargs"}
+    columns = {key: NonTensorStack(*[row[name] for row in ROWS]) for key, name in names.items()}
+    return TensorDict({**columns, "text_response": NonTensorStack(*replies)}, batch_size=[2])
 
 
 def test_the_scorer_scores_a_tensordict() -> None:
@@ -224,17 +185,12 @@ def test_the_scorer_scores_a_tensordict() -> None:
     assert whole["score"].prompt_level_strict_acc.tolist() == [[0.0], [1.0]]
 
 
-def test_the_scorer_ends_and_scores_the_conversations_of_any_chat() -> None:
+def test_the_scorer_ends_and_scores_any_chat() -> None:
     env = ChatEnv(1, tokenizer=None).append_transform(IfEvalScorer())
-    asked = TensorDict(
-        {
-            "text": NonTensorStack("Quote it."),
-            "instruction_id_list": NonTensorStack(["startend:quotation"]),
-            "kwargs": NonTensorStack([{}]),
-        },
-        batch_size=[1],
-    )
-    stepped = env.step(env.reset(asked).set("text_response", ['<answer>"So."</answer>']))["next"]
+    kinds, arguments = NonTensorStack(["startend:quotation"]), NonTensorStack([{}])
+    asked = {"text": NonTensorStack("Quote it."), "instruction_id_list": kinds, "kwargs": arguments}
+    start = env.reset(TensorDict(asked, batch_size=[1]))
+    stepped = env.step(start.set("text_response", ['<answer>"So."</answer>']))["next"]
     assert stepped["reward"].tolist() == [[pytest.approx(1.1)]]
     assert stepped["done"].tolist() == [[True]]
     assert stepped["accuracy_strict"].tolist() == [[1.0]]
@@ -249,9 +205,8 @@ def test_a_reward_of_ones_own_is_given_the_verdicts_and_blocks() -> None:
         return score.inst_level_loose_acc.sum() + 10 * len(blocks["answer_blocks"])
 
     env = ChatEnv(1).append_transform(IfEvalScorer(aggregate_reward=bonus))
-    conversation = env.begin([{"query": "Quote it.", **BOTH}])[0]
-    conversation.add_completion(Completion([], [], "<think>t</think><answer>One two</answer>", "length", 0))
-    env.advance([conversation])
+    [conversation] = env.begin([{"query": "Quote it.", **BOTH}])
+    answer(env, [conversation], "<think>t</think><answer>One two</answer>", finish_reason="length")
     assert conversation.reward == 12.0
     assert (conversation.truncated, conversation.reward_parts) == (True, {})
     blocks = {"think_blocks": ["t"], "answer_blocks": ["One two"], "complete": False}
@@ -264,24 +219,16 @@ def test_the_scorer_may_leave_the_reward_to_others() -> None:
     assert scored["ifeval_score"].prompt_level_strict_acc.tolist() == [[1.0], [0.0]]
 
 
-def test_the_scorer_takes_ifbench_too() -> None:
-    scorer = IfEvalScorer(answer_only=False, instructions=IFBENCH)
-    task = {"instruction_id_list": ["format:no_whitespace"], "kwargs": [{"N": None}]}
-    assert scorer.judge(task, "one").strict == [True]
-    assert scorer.judge(task, "one two").strict == [False]
-
-
 # The proof
 
 
 @needs_ifeval
 @pytest.mark.parametrize("answer_only", [False, True])
-def test_replies_made_for_each_instruction_of_the_dataset_are_scored_rightly(answer_only: bool) -> None:
+def test_replies_made_for_each_instruction_are_scored_rightly(answer_only: bool) -> None:
     env = IFEvalEnv(str(IFEVAL_ROWS), split="test", held_out=1.0, answer_only=answer_only)
     assert env.num_tasks == 541
     proof = prove(env)
-    assert proof.failures == []
-    assert proof.lines()[0].startswith("380 replies made to follow an instruction and ")
+    assert (proof.failures, proof.checked) == ([], 380)
     assert proof.replies == 380 * (5 if answer_only else 4)
 
 
@@ -294,24 +241,28 @@ def test_a_proof_finds_a_reward_that_is_wrong() -> None:
 
 
 def test_completions_are_learned_from_where_rows_have_them() -> None:
-    learned = list(IFEvalEnv([{**QUOTED, "completion": '"So."'}]).demonstrations())
-    assert [(one.where, one.messages) for one in learned] == [
-        ("the dataset, row 1", [{"role": "user", "content": "Quote it."}, {"role": "assistant", "content": '"So."'}])
-    ]
-    with pytest.raises(DataError, match=r"row 2 has no answer to learn from, .*: add a field 'completion'"):
-        list(IFEvalEnv([{**QUOTED, "completion": '"So."'}, BOTH]).demonstrations())
+    learned = list(IFEvalEnv([QUOTED | {"completion": '"So."'}]).demonstrations())
+    assert learned[0].where.endswith(", row 1")
+    assert learned[0].messages == [{"role": "user", "content": "Quote it."}, {"role": "assistant", "content": '"So."'}]
+    with pytest.raises(DataError, match=r"row 2 .*'completion'"):
+        list(IFEvalEnv([QUOTED | {"completion": '"So."'}, BOTH]).demonstrations())
 
 
 @needs_ifbench
-def test_ifbench_is_played_and_says_that_it_has_no_gold_answers() -> None:
+def test_ifbench_is_played_and_has_no_gold_answers() -> None:
     settings = IFBenchSettings(
         path=str(IFBENCH_ROWS), split="test", held_out=1.0, leave_out=["words:start_verb"], shuffle=False
     )
-    env = build_env(settings, num_prompts=1, group_size=1, seed=0)
+    env = build_env(settings)
     assert (type(env).__name__, env.num_tasks) == ("IFBenchEnv", 294)
     words = "kaleidoscope nebula nebula " + "whisper " * 3 + "labyrinth " * 5 + "paradox " * 7
     assert replied(env, words).reward == 1.0
-    with pytest.raises(
-        DataError, match="all 294 rows of the split test can be checked, but IFBench has no gold answers"
-    ):
+    with pytest.raises(DataError, match=r"294 .* IFBench"):
         prove(env)
+
+
+def test_the_scorer_takes_ifbench_too() -> None:
+    scorer = IfEvalScorer(answer_only=False, instructions=IFBENCH)
+    task = {"instruction_id_list": ["format:no_whitespace"], "kwargs": [{"N": None}]}
+    assert scorer.judge(task, "one").strict == [True]
+    assert scorer.judge(task, "one two").strict == [False]

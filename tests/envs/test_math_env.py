@@ -2,21 +2,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.conversation import Conversation
 from rlpost.envs.math_problems import MathEnv
 from rlpost.envs.proof import prove
 from rlpost.errors import DataError
+from tests.envs.own_rows import answered
+from tests.says import Says
 
 pytest.importorskip("math_verify")
 
 ROWS = [
-    {"problem": "Half of one?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "level": "Level 1"},
-    {"problem": "Three and four?", "solution": "They are seven.", "answer": "7"},
-    {
-        "problem": "The pair?",
-        "solution": r"So $\boxed{\left( 3, \frac{\pi}{2} \right)}$",
-        "answer": r"(3,\frac{\pi}{2})",
-    },
+    {"problem": "1 / 2?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "level": "Level 1"},
+    {"problem": "3 + 4?", "solution": "They are seven.", "answer": "7"},
+    {"problem": "The pair?", "solution": r"$\boxed{\left( 3, \frac{\pi}{2} \right)}$", "answer": r"(3,\frac{\pi}{2})"},
     {"question": "Natalia?", "answer": "48/2 = <<48/2=24>>24\n#### 1,024"},
     {"question": "Its roots?", "answer": r"They are \boxed{\{1,2\}}."},
 ]
@@ -31,31 +29,18 @@ def env() -> Iterator[MathEnv]:
 
 def replied(env: MathEnv, *replies: str) -> list[Conversation]:
     env.reset_dataloader()
-    conversations = env.draw(len(replies))
-    for conversation, reply in zip(conversations, replies, strict=True):
-        conversation.add_completion(Completion([], [], reply, "stop", 0))
-    env.advance(conversations)
-    return conversations
+    return answered(env, *replies)
 
 
 def test_the_right_answer_is_found_wherever_rows_have_it(env: MathEnv) -> None:
-    tasks = [conversation.task for conversation in env.draw(5)]
+    conversations = env.draw(5)
+    tasks = [conversation.task for conversation in conversations]
     assert [task["answer"] for task in tasks] == [r"\frac{1}{2}", "7", r"(3,\frac{\pi}{2})", "1,024", r"\{1,2\}"]
-    assert [task["question"] for task in tasks] == [
-        "Half of one?",
-        "Three and four?",
-        "The pair?",
-        "Natalia?",
-        "Its roots?",
-    ]
+    assert [task["question"] for task in tasks] == ["1 / 2?", "3 + 4?", "The pair?", "Natalia?", "Its roots?"]
     assert tasks[0]["level"] == "Level 1"
-
-
-def test_the_model_is_told_to_box_and_sees_no_answer(env: MathEnv) -> None:
-    conversation = MathEnv(ROWS, shuffle=False).draw()[0]
-    assert [message["role"] for message in conversation.messages] == ["system", "user"]
-    assert r"\boxed{}" in conversation.messages[0]["content"]
-    assert conversation.query == "Half of one?"
+    system, user = conversations[0].messages  # the model is told to box and sees no answer
+    assert r"\boxed{}" in system["content"]
+    assert user == {"role": "user", "content": "1 / 2?"}
 
 
 def test_replies_are_scored_together_by_their_own_words_alone(env: MathEnv) -> None:
@@ -73,29 +58,25 @@ def test_gold_answers_score_full_marks_and_corrupted_ones_do_not(env: MathEnv) -
     assert proof.replies == 8 * len(ROWS)
 
 
-def test_a_right_answer_nothing_can_be_compared_with_makes_the_sample_invalid() -> None:
+def test_an_answer_nothing_compares_with_makes_the_sample_invalid() -> None:
     env = MathEnv([{"problem": "?", "answer": "$"}])
-    try:
-        conversation = replied(env, r"\boxed{3}")[0]
-    finally:
-        env.close()
+    [conversation] = replied(env, r"\boxed{3}")
+    env.close()
     assert (conversation.valid, conversation.reward) == (False, None)
-    assert conversation.error is not None
-    assert "the right answer '$' cannot be compared" in conversation.error
+    assert "'$'" in (conversation.error or "")
 
 
 @pytest.mark.parametrize(
-    ("row", "complaint"),
+    ("row", "field"),
     [
-        ({"problem": "And?", "solution": "none"}, "field 'solution': has no right answer"),
-        ({"problem": "And?", "answer": "  "}, "field 'answer': has no right answer"),
-        ({"problem": "And?"}, "field 'solution': missing; the row has problem"),
-        ({"problme": "And?", "answer": "3"}, "field 'problem': missing; did you mean problme?"),
-        ({"problem": " ", "answer": "3"}, "field 'problem': is empty"),
-        ({"problem": "And?", "answer": "3" * 501}, "field 'answer': has 501 characters: at most 500 are compared"),
+        ({"problem": "And?", "solution": "none"}, "solution"),
+        ({"problem": "And?", "answer": "  "}, "answer"),
+        ({"problem": "And?"}, "solution"),
+        ({"problme": "And?", "answer": "3"}, "problem"),
+        ({"problem": " ", "answer": "3"}, "problem"),
+        ({"problem": "And?", "answer": "3" * 501}, "answer"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(row: dict[str, str], complaint: str) -> None:
-    with pytest.raises(DataError) as raised:
+def test_a_row_that_cannot_be_used_is_named(row: dict[str, str], field: str, says: Says) -> None:
+    with says.refused("env", DataError, f", row 2, field '{field}': "):
         MathEnv([ROWS[0], row]).start()
-    assert str(raised.value).startswith(f"the dataset, row 2, {complaint}")

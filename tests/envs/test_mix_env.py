@@ -11,28 +11,27 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.data.conversation import Completion
 from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
-from rlpost.envs.mix import MixEnv, Shares
+from rlpost.envs.mix import MixEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.settings import DatasetSettings, MixSettings
+from tests.envs.own_rows import answer, write_rows
+from tests.says import Says
 
 ROWS = [{"prompt": f"Say {number}.", "answer": str(number)} for number in range(6)]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, ROWS)))
-    return file
+    return write_rows(tmp_path_factory.mktemp("rows"), ROWS)
 
 
-def mix(*sources: str, count: int = 1, size: int = 1, **settings: Any) -> MixEnv:
+def mix(*sources: str, **settings: Any) -> MixEnv:
     room = {"max_prompt_tokens": 4000, "max_completion_tokens": 1000, "max_turns": 9}
     made = MixSettings(sources=list(sources), **{**room, **settings})
-    env = build_env(made, num_prompts=count, group_size=size, seed=3)
+    env = build_env(made, seed=3)
     assert isinstance(env, MixEnv)
     env.start()
     return env
@@ -46,37 +45,27 @@ def drawn(env: MixEnv, count: int) -> list[tuple[str, str]]:
     return [(conversation.source, conversation.query) for conversation in env.draw(count)]
 
 
-def order(shares: Shares, count: int) -> list[int]:
-    before = [0] * len(shares.weights)
-    found = []
-    for _ in range(count):
-        found.append(shares.next(before))
-        before[found[-1]] += 1
-    return found
-
-
-def test_three_to_one_is_three_to_one_in_every_four_draws() -> None:
+def test_three_to_one_is_three_to_one_in_every_four_draws(rows: Path) -> None:
     # places (k + 1/2) / w: a at 1/6, 1/2, 5/6, b at 1/2; equal places in the order of the sources
-    assert order(Shares([3, 1]), 8) == [0, 0, 1, 0, 0, 0, 1, 0]
-    assert order(Shares([1, 1, 1]), 6) == [0, 1, 2, 0, 1, 2]
+    weighed, equal = mix("countdown weight=3", own_rows(rows)), mix("countdown", own_rows(rows), "arithmetic")
+    assert "".join(source[0] for source, _ in drawn(weighed, 8)) == "ccdcccdc"
+    assert "".join(source[0] for source, _ in drawn(equal, 6)) == "cdacda"
 
 
 def test_a_mix_draws_what_its_sources_draw_each_in_its_own_order(rows: Path) -> None:
     env = mix("countdown weight=2", own_rows(rows))
     alone = DatasetSettings(path=str(rows), reward=["exact"], held_out=0.0)
-    rows_alone = build_env(alone, num_prompts=1, group_size=1, seed=3)
+    rows_alone = build_env(alone, seed=3)
     found = drawn(env, 15)
     assert Counter(source for source, _ in found) == {"countdown": 10, "dataset": 5}
     assert [query for source, query in found if source == "dataset"] == [c.query for c in rows_alone.draw(5)]
 
 
-def test_each_source_scores_its_own_replies_within_its_own_limits(rows: Path) -> None:
+def test_each_source_scores_its_own_replies_within_its_limits(rows: Path) -> None:
     env = mix("arithmetic digits=1 max_completion_tokens=7", own_rows(rows, "max_completion_tokens=9"))
-    sum_, row = conversations = env.draw(2)
+    sum_, _ = conversations = env.draw(2)
     assert [c.max_completion_tokens for c in conversations] == [7, 9]
-    for conversation, reply in ((sum_, str(eval(sum_.query.split("?")[0].removeprefix("What is ")))), (row, "no")):
-        conversation.add_completion(Completion([1], [0.0], reply, "stop", 0))
-    env.advance(conversations)
+    answer(env, conversations, sum_.task["answer"], "no")
     assert [c.reward for c in conversations] == [1.0, 0.0]
     batch = env.build_batch(conversations)
     assert list(batch["source"]) == ["arithmetic", "dataset"]
@@ -95,54 +84,48 @@ def test_drawing_goes_on_where_it_was_saved_in_every_source(rows: Path) -> None:
         assert drawn(again, 30 - served) == whole[served:]
 
 
-def test_other_weights_or_other_rows_than_those_drawn_are_no_place_to_go_on(rows: Path) -> None:
+def test_other_weights_or_other_rows_are_no_place_to_go_on(rows: Path, tmp_path: Path) -> None:
     env = mix("countdown weight=2", own_rows(rows))
     drawn(env, 9)
     state = env.state_dict()
     with pytest.raises(DataError, match=r"countdown \(weight 2\).*countdown \(weight 3\)"):
         mix("countdown weight=3", own_rows(rows)).load_state_dict(state)
-    rows.write_text("\n".join(json.dumps(row | {"prompt": row["prompt"] + "!"}) for row in ROWS))
-    try:
-        with pytest.raises(DataError, match="only rows that were not drawn yet may go"):
-            mix("countdown weight=2", own_rows(rows)).load_state_dict(state)
-    finally:
-        rows.write_text("\n".join(map(json.dumps, ROWS)))
+    others = write_rows(tmp_path, [row | {"prompt": row["prompt"] + "!"} for row in ROWS])
+    with pytest.raises(DataError, match=r"resume .* rows"):
+        mix("countdown weight=2", own_rows(others)).load_state_dict(state)
 
 
-def test_rows_that_were_not_drawn_yet_may_go(rows: Path) -> None:
+def test_rows_that_were_not_drawn_yet_may_go(rows: Path, tmp_path: Path) -> None:
     env = mix("countdown weight=2", own_rows(rows))
     before = [query for source, query in drawn(env, 9) if source == "dataset"]
     state = json.loads(json.dumps(env.state_dict()))
     rest = drawn(env, 9)
     gone = next(query for source, query in rest if source == "dataset")
-    fewer = rows.with_name("fewer.jsonl")
-    fewer.write_text("\n".join(json.dumps(row) for row in ROWS if row["prompt"] != gone))
+    fewer = write_rows(tmp_path, [row for row in ROWS if row["prompt"] != gone])
     again = mix("countdown weight=2", own_rows(fewer))
     again.load_state_dict(state)
     found = drawn(again, 6)
-    own, countdown = ([query for source, query in found if (source == "dataset") == is_own] for is_own in (True, False))
+    own = [query for source, query in found if source == "dataset"]
     assert own == [query for source, query in rest if source == "dataset" and query != gone]
-    assert countdown == [query for source, query in rest if source == "countdown"][:4]
+    countdown = [[query for source, query in part if source == "countdown"] for part in (found, rest)]
+    assert countdown[0] == countdown[1][:4]
     assert len({gone, *before, *own}) == len(ROWS)
 
 
-def test_a_limit_is_of_the_whole_mix_and_its_prompts_come_over_and_over(rows: Path) -> None:
+def test_a_limit_is_of_the_whole_mix_and_repeats_its_prompts(rows: Path) -> None:
     found = drawn(mix("countdown", own_rows(rows), limit=3), 7)
     assert found[3:6] == found[:3]
     assert found[6] == found[0]
 
 
-def test_long_prompts_are_the_business_of_their_source(tmp_path: Path, rows: Path) -> None:
-    long = tmp_path / "long.jsonl"
-    long.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "word " * 500, "answer": "1"}])))
+def test_long_prompts_are_the_business_of_their_source(tmp_path: Path, rows: Path, says: Says) -> None:
+    long = write_rows(tmp_path, [*ROWS, {"prompt": "word " * 500, "answer": "1"}])
     env = mix(own_rows(rows), own_rows(long))
     settings = compose(TRAIN_GRPO).settings.env
-    with pytest.raises(DataError, match=rf"split train of dataset-2 have .*long_prompts=skip to this source\n.*{long}"):
+    with says.refused("env", DataError, "dataset-2"):
         look_at_lengths(env, settings, tiny_tokenizer(), None)
     env = mix(own_rows(rows), own_rows(long, "long_prompts=skip"))
-    assert "1 of 7 prompts of the split train of dataset-2" in (
-        look_at_lengths(env, settings, tiny_tokenizer(), None) or ""
-    )
+    says("env", look_at_lengths(env, settings, tiny_tokenizer(), None))
     assert all(len(query) < 100 for _, query in drawn(env, 40))
 
 
@@ -159,10 +142,10 @@ def test_every_demonstration_of_every_source_comes_once_in_turn(rows: Path) -> N
     assert sum(text.startswith("Say") for text in shown) == 6
 
 
-def test_a_row_from_outside_is_of_no_source(rows: Path) -> None:
-    with pytest.raises(DataError, match="a row from outside is of no source of a mix"):
+def test_a_row_from_outside_is_of_no_source(rows: Path, says: Says) -> None:
+    with says.refused("env", DataError, "mix"):
         mix(own_rows(rows)).begin([{"query": "Who?"}])
-    with pytest.raises(DataError, match="test the environment of one source"):
+    with says.refused("env", DataError, "mix"):
         mix(own_rows(rows)).all_tasks()
 
 
@@ -173,5 +156,5 @@ def test_the_split_of_the_mix_is_that_of_every_source(rows: Path) -> None:
 
 
 def test_turns_that_nothing_answers_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"env.max_turns=2 gives turns that nothing answers"):
+    with pytest.raises(ConfigError, match=r"env\.max_turns=2"):
         mix("gsm8k", "countdown max_turns=2")

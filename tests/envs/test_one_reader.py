@@ -10,12 +10,11 @@ import pytest
 
 from rlpost.data.encoding import Encoder, PairEncoder
 from rlpost.data.rendering import template_name
-from rlpost.envs.build import build_env
 from rlpost.envs.checks import check_template
-from rlpost.envs.dataset import DatasetEnv
 from rlpost.policies.scripted import ScriptedPolicy
-from rlpost.settings import DatasetSettings
 from tests.chat_templates import FAMILIES, Family, bytes_tokenizer
+from tests.envs.own_rows import answered, env_of
+from tests.says import Says
 
 QWEN = bytes_tokenizer(FAMILIES["qwen"])
 THINKS = bytes_tokenizer(
@@ -34,25 +33,15 @@ RESULT = {"role": "tool", "content": "5", "name": "add"}
 PROMPTS: dict[str, dict[str, Any]] = {
     "text": {"prompt": "2 and 3?"},
     "messages": {"prompt": [USER, SAID, USER]},
-    "parts": {
-        "prompt": [{"role": "user", "content": [{"type": "text", "text": "2 and"}, {"type": "text", "text": " 3?"}]}]
-    },
+    "parts": {"prompt": [USER | {"content": [{"type": "text", "text": text} for text in ("2 and", " 3?")]}]},
     "JSON": {"prompt": json.dumps([USER])},
     "a system message": {"prompt": "2 and 3?", "system": "Be brief."},
     "tools": {"prompt": "2 and 3?", "tools": [ADD]},
     "an earlier call": {"prompt": [USER, CALL, RESULT, USER], "tools": json.dumps([ADD])},
     "a variable": {"prompt": "2 and 3?", "chat_template_kwargs": {"deep": True}},
-    "a beginning of the reply": {"prompt": [USER, {"role": "assistant", "content": "It is "}]},
+    "a beginning of the reply": {"prompt": [USER, {"role": "assistant", "content": "So "}]},
     "a question": {"question": "2 and 3?"},
 }
-
-
-def env_of(folder: Path, row: dict[str, Any], **settings: Any) -> DatasetEnv:
-    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    made = DatasetSettings(path=str(folder / "rows.jsonl"), reward=["exact"], held_out=0.0, **settings)
-    env = build_env(made, num_prompts=1, group_size=1, seed=0)
-    assert isinstance(env, DatasetEnv)
-    return env
 
 
 @pytest.mark.parametrize("settings", [{}, {"system_prompt": "Add."}, {"prompt_template": "Say: {x}"}])
@@ -64,45 +53,43 @@ def test_a_row_is_one_prompt_for_every_training(
     row = PROMPTS[name] | {"x": "?"}
     if ("prompt_template" in settings and not isinstance(row.get("prompt", ""), str)) or "JSON" in name:
         settings = {}
-    [conversation] = env_of(tmp_path, row | {"answer": "5"}, **settings).draw()
+    [conversation] = env_of(tmp_path, [row | {"answer": "5"}], **settings).draw()
     [request] = ScriptedPolicy([], tokenizer).requests([conversation])
     assert request is not None
-    shown = env_of(tmp_path, row | {"completion": "five", "answer": "5"}, **settings).demonstrated()
+    shown = env_of(tmp_path, [row | {"completion": "five", "answer": "5"}], **settings).demonstrated()
     sample = Encoder(tokenizer).encode(shown[0])
     assert sample.reason == ""
     assert sample.ids[: sample.prompt_length] == request.prompt_ids
-    pair = PairEncoder(tokenizer, 10_000).encode(
-        env_of(tmp_path, row | {"chosen": "five", "rejected": "six"}, **settings).paired()[0]
-    )
+    paired = env_of(tmp_path, [row | {"chosen": "five", "rejected": "six"}], **settings).paired()
+    pair = PairEncoder(tokenizer, 10_000).encode(paired[0])
     assert pair.reason == ""
-    assert (
-        pair.chosen.ids[: len(request.prompt_ids)] == pair.rejected.ids[: len(request.prompt_ids)] == request.prompt_ids
-    )
-    assert pair.chosen.prompt_length == len(request.prompt_ids)
+    assert pair.chosen.prompt_length == (length := len(request.prompt_ids))
+    assert pair.chosen.ids[:length] == pair.rejected.ids[:length] == request.prompt_ids
 
 
-def test_a_variable_that_the_template_does_not_read_is_named_for_every_training(tmp_path: Path) -> None:
-    row = {"prompt": "2 and 3?", "chat_template_kwargs": {"deep": True}}
-    note = f"not used: deep of chat_template_kwargs, which {template_name(QWEN)} does not read"
-    env = env_of(tmp_path, row | {"answer": "5"})
+def test_a_variable_that_the_template_does_not_read_is_named(tmp_path: Path) -> None:
+    row = PROMPTS["a variable"]
+    env = env_of(tmp_path, [row | {"answer": "5"}])
     env.start()
-    assert check_template(env, QWEN) == [note]
+    [note] = check_template(env, QWEN)
+    assert "deep" in note
+    assert template_name(QWEN) in note
     assert check_template(env, THINKS) == []
-    [shown] = env_of(tmp_path, row | {"completion": "five", "answer": "5"}).demonstrated()
-    [pair] = env_of(tmp_path, row | {"chosen": "five", "rejected": "six"}).paired()
+    [shown] = env_of(tmp_path, [row | {"completion": "five", "answer": "5"}]).demonstrated()
+    [pair] = env_of(tmp_path, [row | {"chosen": "five", "rejected": "six"}]).paired()
     for tokenizer, told in ((QWEN, [note]), (THINKS, [])):
         for sample in (Encoder(tokenizer).encode(shown), PairEncoder(tokenizer, 1000).encode(pair).chosen):
             assert [each for each in sample.notes if each.startswith("not used")] == told
 
 
-def test_the_reply_is_judged_with_the_beginning_that_the_row_gave_it(tmp_path: Path) -> None:
-    row = {"prompt": [USER, {"role": "assistant", "content": "It is "}], "answer": "It is five"}
-    env = env_of(tmp_path, row)
+def test_the_reply_is_judged_with_its_given_beginning(tmp_path: Path) -> None:
+    row = {"prompt": [USER, {"role": "assistant", "content": "So "}], "answer": "So five"}
+    env = env_of(tmp_path, [row])
     [conversation] = env.draw()
     ScriptedPolicy(["five"], QWEN).reply([conversation])
     env.advance([conversation])
-    assert (conversation.reply, conversation.reward) == ("It is five", 1.0)
-    assert conversation.messages == [USER, {"role": "assistant", "content": "It is five"}]
+    assert (conversation.reply, conversation.reward) == ("So five", 1.0)
+    assert conversation.messages == [USER, {"role": "assistant", "content": "So five"}]
 
 
 @pytest.mark.parametrize(
@@ -116,19 +103,15 @@ def test_the_reply_is_judged_with_the_beginning_that_the_row_gave_it(tmp_path: P
 def test_an_answer_may_stand_in_an_object_and_may_be_several(
     row: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    env = env_of(tmp_path, row, **settings)
+    env = env_of(tmp_path, [row], **settings)
     for reply, reward in (("5", 1.0), ("7", 0.0)):
-        [conversation] = env.draw()
-        ScriptedPolicy([reply], QWEN).reply([conversation])
-        env.advance([conversation])
+        [conversation] = answered(env, reply)
         assert (conversation.reward, conversation.accuracy_lenient) == (reward, reward)
 
 
-def test_what_neither_prompt_nor_reward_reads_is_said(tmp_path: Path) -> None:
+def test_what_neither_prompt_nor_reward_reads_is_said(tmp_path: Path, says: Says) -> None:
     row = {"prompt": [USER | {"mood": "calm"}], "answer": "5", "source": "sums", "level": 3, "notes": ""}
     (tmp_path / "r.py").write_text("def score(completions, level):\n    return [1.0 for _ in completions]\n")
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    made = DatasetSettings(path=str(tmp_path / "rows.jsonl"), reward=[f"{tmp_path}/r.py:score"], held_out=0.0)
-    env = build_env(made, num_prompts=1, group_size=1, seed=0)
-    assert env.not_used == "not used: mood of messages (1 row), source (1 row)"
+    env = env_of(tmp_path, [row], reward=[f"{tmp_path}/r.py:score"])
+    says("data", env.not_used)
     env.close()

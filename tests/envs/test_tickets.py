@@ -21,10 +21,12 @@ from rlpost.envs.build import build_env
 from rlpost.envs.game_calls import KEPT
 from rlpost.envs.mix import MixEnv
 from rlpost.envs.transforms import DataLoadingPrimer, Transform
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError
 from rlpost.rewards.score import Score
 from rlpost.settings import MixSettings
 from rlpost.torchrl.envs import LLMEnv
+from tests.envs.own_rows import write_rows
+from tests.says import Says
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(7)]
 THREADS = 64
@@ -108,6 +110,7 @@ def of_plain_text() -> LLMEnv:
 
 
 def reply(conversations: Sequence[Conversation], text: str) -> None:
+    """Without letting the environment go on."""
     for conversation in conversations:
         conversation.add_completion(Completion([1], [0.0], text, "stop", 0))
 
@@ -120,7 +123,7 @@ MAKERS = [of_rows, of_a_mix, of_a_game, with_a_tool, of_plain_text]
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_tickets_opened_in_another_environment_are_what_draw_gives(make: Callable[[], ChatEnv]) -> None:
+def test_tickets_opened_elsewhere_are_what_draw_gives(make: Callable[[], ChatEnv]) -> None:
     whole, driver, player = make(), make(), make()
     for count in (2, 5, 2, 1):  # begin and end in the middle of groups of 3
         drawn = whole.draw(count)
@@ -143,7 +146,7 @@ def test_a_ticket_can_be_written_as_json(make: Callable[[], ChatEnv]) -> None:
 
 
 def test_a_ticket_knows_the_place_of_its_row_and_begins_nothing(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    write_rows(tmp_path, ROWS, "train.jsonl")
     echo = Echo()
     env = DatasetChatEnv(str(tmp_path), shuffle=False, held_out=0, repeats=2, tool_role="tool").append_transform(echo)
     tickets = env.tickets(3)
@@ -154,35 +157,26 @@ def test_a_ticket_knows_the_place_of_its_row_and_begins_nothing(tmp_path: Path) 
     assert echo.began == [(0, 0), (0, 1)]
 
 
-def test_an_environment_without_prompts_has_no_tickets() -> None:
-    with pytest.raises(DataError, match="has no prompts of its own"):
-        ChatEnv().tickets(1)
-
-
 def begun_since(before: set[threading.Thread]) -> int:
     """Threads that were not there before; one that another test has left may end meanwhile."""
     return len(set(threading.enumerate()) - before)
 
 
-def played(env: ChatEnv, text: str, *, together: bool) -> list[Conversation]:
-    """64 conversations, opened and answered by a thread each, or one after the other."""
+def played(env: ChatEnv, text: str, workers: int) -> list[Conversation]:
+    """64 conversations, opened and answered by so many threads."""
     tickets = env.tickets(THREADS)
-    go = threading.Barrier(THREADS if together else 1, timeout=30)
+    go = threading.Barrier(workers, timeout=30)
 
     def play(ticket: Ticket) -> list[Conversation]:
         go.wait()
         conversations = env.open(ticket)
-        while not all(conversation.done for conversation in conversations):
-            going = [conversation for conversation in conversations if not conversation.done]
+        while going := [conversation for conversation in conversations if not conversation.done]:
             reply(going, text.format(going[0].group_id, going[0].turns))
             env.respond(going)
         return conversations
 
-    if together:
-        with ThreadPoolExecutor(THREADS) as pool:
-            conversations = [c for each in pool.map(play, tickets) for c in each]
-    else:
-        conversations = [c for ticket in tickets for c in play(ticket)]
+    with ThreadPoolExecutor(workers) as pool:
+        conversations = [c for each in pool.map(play, tickets) for c in each]
     env.conclude(conversations)
     env.close()
     return conversations
@@ -201,8 +195,8 @@ CALL = '<tool_call>{{"name": "echo", "arguments": {{"text": "{} {}"}}}}</tool_ca
 )
 def test_64_threads_get_the_answers_that_one_gets(make: Callable[[], ChatEnv], text: str) -> None:
     threads = set(threading.enumerate())
-    together = played(make(), text, together=True)
-    assert together == played(make(), text, together=False)
+    together = played(make(), text, THREADS)
+    assert together == played(make(), text, 1)
     assert len(together) == THREADS
     assert all(c.valid and c.turns > 1 and c.reward is not None for c in together)
     deadline = time.monotonic() + 30
@@ -211,41 +205,32 @@ def test_64_threads_get_the_answers_that_one_gets(make: Callable[[], ChatEnv], t
     assert begun_since(threads) <= KEPT  # no game is left
 
 
-def test_a_conversation_waits_for_no_tool_of_another() -> None:
-    meeting = threading.Barrier(THREADS, timeout=30)
-    env = ArithmeticEnv(num_envs=THREADS, max_steps=2).append_transform(Echo(meeting.wait))
-    conversations = env.draw()
-    reply(conversations, CALL.format(0, 0))
-    with ThreadPoolExecutor(THREADS) as pool:  # each waits until all are there
-        assert list(pool.map(lambda c: env.respond([c]), conversations)) == [None] * THREADS
-    assert {c.messages[-1]["content"] for c in conversations} == {
-        f"Tool echo executed successfully:\n({number}, 0) 0 0" for number in range(THREADS)
-    }
-
-
-def test_a_tool_runs_no_more_calls_at_once_than_it_says() -> None:
+@pytest.mark.parametrize("at_once", [3, None])
+def test_a_tool_runs_as_many_calls_at_once_as_it_says(at_once: int | None) -> None:
+    """None: a conversation waits for no tool of another."""
     counting, inside, most = threading.Lock(), 0, 0
-    meeting = threading.Barrier(3, timeout=30)
+    meeting = threading.Barrier(at_once or 12, timeout=30)
 
     def count() -> None:
         nonlocal inside, most
         with counting:
             inside += 1
             most = max(most, inside)
-        meeting.wait()  # until three are inside
+        meeting.wait()  # until as many are inside as may be
         time.sleep(0.005)
         with counting:
             inside -= 1
 
     echo = Echo(count)
-    echo.at_once = 3
+    echo.at_once = at_once
     env = ArithmeticEnv(num_envs=12, max_steps=2).append_transform(echo)
     conversations = env.draw()
     reply(conversations, CALL.format(0, 0))
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda c: env.respond([c]), conversations))
-    assert [c.tool_calls for c in conversations] == [1] * 12
-    assert most == 3
+    results = [c.messages[-1]["content"].partition("\n")[2] for c in conversations]
+    assert results == [f"({number}, 0) 0 0" for number in range(12)]
+    assert most == (at_once or 12)
 
 
 def test_transforms_are_not_called_by_two_threads_at_once() -> None:
@@ -273,7 +258,7 @@ def test_transforms_are_not_called_by_two_threads_at_once() -> None:
         assert list(pool.map(play, tickets)) == [None] * 8
 
 
-def test_what_is_held_for_conversations_that_are_given_up_is_given_back() -> None:
+def test_conversations_that_are_given_up_are_ended_one_by_one() -> None:
     echo = Echo()
     env = TextGameEnv(Up, num_envs=2)
     env.transforms.append(echo)
@@ -286,17 +271,12 @@ def test_what_is_held_for_conversations_that_are_given_up_is_given_back() -> Non
     assert echo.ended == [gone.key, stays.key]
 
 
-def test_an_environment_of_which_a_half_would_be_passed_over_is_refused() -> None:
+def test_an_environment_that_overrides_a_whole_turn_is_refused(says: Says) -> None:
     class Whole(DatasetChatEnv):
         def advance(self, conversations: Sequence[Conversation]) -> None:
             super().advance(conversations)
 
     for make in MAKERS:
         make().check_halves()
-    with pytest.raises(ConfigError, match=r"Whole overrides advance.* override respond and conclude instead"):
+    with says.refused("env", ConfigError, "Whole"):
         Whole(ROWS).check_halves()
-    mix = of_a_mix()
-    mix.sources["countdown"] = Whole(ROWS)
-    [whole] = [part for part in mix.parts if isinstance(part, Whole)]
-    with pytest.raises(ConfigError, match="Whole overrides advance"):
-        whole.check_halves()

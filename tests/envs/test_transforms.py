@@ -6,7 +6,6 @@ from tensordict import TensorDict
 
 from rlpost.envs.transforms import DataLoadingPrimer, PolicyVersion
 from rlpost.errors import DataError
-from rlpost.testing import DummyTensorDataLoader
 
 ELEMENTS = [{"text": "a", "level": 1}, {"text": "b", "level": 2}, {"text": "c", "level": 3}]
 
@@ -32,7 +31,7 @@ def test_a_primer_goes_on_from_a_saved_position(position: int) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_the_rows_of_a_dataloader_that_gives_batches_are_its_elements(repeats: int) -> None:
+def test_rows_of_a_dataloader_of_batches_are_its_elements(repeats: int) -> None:
     loader = torch.utils.data.DataLoader(ELEMENTS, batch_size=2)  # type: ignore[arg-type]
     primer = DataLoadingPrimer(loader, repeats=repeats)
     taken = [ticket.task for ticket in primer.take(4 * repeats)]
@@ -49,16 +48,6 @@ def test_what_is_primed_is_moved_to_the_device() -> None:
     assert primed["x"].device.type == "meta"
 
 
-def test_dummy_ids_come_ragged_or_padded() -> None:
-    ragged = next(iter(DummyTensorDataLoader(3, max_length=5, vocab_size=9)))["tokens"]
-    padded = next(iter(DummyTensorDataLoader(3, max_length=5, vocab_size=9, padding=True)))
-    assert padded["tokens"].shape == (3, 5)
-    kept = [row[mask.bool()].tolist() for row, mask in zip(padded["tokens"], padded["attention_mask"], strict=True)]
-    assert kept == [row.tolist() for row in ragged]
-    assert all(0 <= id_ < 9 for row in kept for id_ in row)
-    assert next(iter(DummyTensorDataLoader(max_length=5, vocab_size=9)))["tokens"].tolist() == kept[0]
-
-
 def test_a_factory_is_called_only_when_it_is_needed() -> None:
     calls = []
     primer = DataLoadingPrimer(dataloader_factory=lambda: calls.append(1) or ELEMENTS)
@@ -67,37 +56,29 @@ def test_a_factory_is_called_only_when_it_is_needed() -> None:
     assert calls == [1]
 
 
-def test_an_empty_or_spent_loader_is_an_error_not_an_endless_search() -> None:
-    with pytest.raises(DataError, match="has no element"):
+def test_an_empty_or_spent_loader_is_an_error() -> None:
+    with pytest.raises(DataError, match="no element"):
         DataLoadingPrimer([]).take(1)
     once = DataLoadingPrimer(iter(ELEMENTS))
     assert texts(once, 3) == "abc"
-    with pytest.raises(DataError, match="cannot be started again"):
+    with pytest.raises(DataError, match="again"):
         once.take(1)
 
 
-@pytest.mark.parametrize("version_type", [int, "int"])
-def test_integer_versions_count_from_zero(version_type: type | str) -> None:
-    tracker = PolicyVersion(version_type)
-    assert tracker.version == 0
-    assert [tracker.increment_version(), tracker.increment_version()] == [1, 2]
-    assert [(old, new) for _, old, new in tracker.version_history] == [(0, 1), (1, 2)]
+def test_integer_versions_count_from_zero() -> None:
+    tracker = PolicyVersion()
+    assert [tracker.version, tracker.increment_version(), tracker.increment_version()] == [0, 1, 2]
     stamped = tracker(TensorDict({}, batch_size=[3]))["policy_version"]
-    assert stamped.tolist() == [2, 2, 2]
-    assert stamped.dtype is torch.int64
+    assert (stamped.tolist(), stamped.dtype) == ([2, 2, 2], torch.int64)
+    resumed = PolicyVersion("int")
+    resumed.load_state_dict({"version": 3})
+    assert resumed.increment_version() == 4
 
 
 @pytest.mark.parametrize("version_type", [str, "uuid"])
 def test_uuid_versions_are_fresh_each_time(version_type: type | str) -> None:
     tracker = PolicyVersion(version_type)
-    first = tracker.version
-    second = tracker.increment_version()
+    first, second = tracker.version, tracker.increment_version()
     assert first != second
     assert uuid.UUID(str(second)).version == 4
     assert tracker(TensorDict({}, batch_size=[2]))["policy_version"] == [second, second]
-
-
-def test_unknown_version_types_and_foreign_states_are_refused() -> None:
-    resumed = PolicyVersion()
-    resumed.load_state_dict({"version": 3})
-    assert resumed.increment_version() == 4
