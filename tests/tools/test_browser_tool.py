@@ -112,11 +112,17 @@ def browser(good: Site, chromium: None) -> Iterator[BrowserTransform]:
 
 
 @pytest.fixture(scope="module")
-def wide(chromium: None) -> Iterator[BrowserTransform]:
-    """A browser that may visit every port of this machine, with little time and room."""
+def wide_browser(chromium: None) -> Iterator[BrowserTransform]:
     tool = BrowserTransform(["127.0.0.1", "localhost"], timeout=10, max_pages=2)
     yield tool
     tool.close()
+
+
+@pytest.fixture
+def wide(wide_browser: BrowserTransform) -> BrowserTransform:
+    """A browser that may visit every port of this machine, with little time and room, and no page yet."""
+    wide_browser.on_reset()
+    return wide_browser
 
 
 @pytest.fixture(autouse=True)
@@ -255,7 +261,6 @@ def test_the_least_recently_used_page_makes_room(wide: BrowserTransform, good: S
     assert wide.num_pages == 2
     assert not second("extract").ok
     assert third("extract").ok
-    wide.on_reset()
 
 
 def test_conversations_are_served_at_the_same_time(browser: BrowserTransform, good: Site) -> None:
@@ -292,7 +297,6 @@ def test_wrong_arguments_are_a_failure_that_says_what_to_give(says: Says) -> Non
 
 def test_what_is_not_there_is_a_failure(wide: BrowserTransform, good: Site, says: Says) -> None:
     ask = Asked(wide, good)
-    wide.on_reset()
     failures = [ask("extract"), ask("click", selector="p"), ask.go("/nowhere"), ask("click", selector="#none")]
     assert not any(failure.ok for failure in failures)
     shown = "\n".join(failure.text for failure in failures)
