@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -36,4 +37,12 @@ def is_gone(pid: int, seconds: float = 20.0) -> bool:
             return True
         if time.monotonic() > deadline:
             return False
+        time.sleep(0.01)
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    """Return once `holds()` is true; fails if that takes longer than `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.01)

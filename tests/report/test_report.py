@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from rlpost.runs.rollout_table import write_rollouts
 from rlpost.tools.browser import PROGRAMS
 from tests.evaluation_folders import keep_held_out
 from tests.run_folders import evaluation, make_run, rows_worth, step_row
+from tests.says import Says
 
 # what a program that prints the page as soon as it has loaded finds
 COUNT = "window.drawn = document.querySelectorAll('.chart path').length"
@@ -48,8 +50,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "run"
 
 
+Scored = Callable[..., Path]
+
+
 @pytest.fixture
-def scored(tmp_path: Path, conversation: Callable[..., Conversation]) -> Callable[..., Path]:
+def scored(tmp_path: Path, conversation: Callable[..., Conversation]) -> Scored:
     """Makes a run by the rewards, and the accuracies, of its held-out replies before and after training."""
 
     def make(rewards: Sequence[Sequence[float]], accuracies: Sequence[Sequence[float]] | None = None) -> Path:
@@ -57,12 +62,14 @@ def scored(tmp_path: Path, conversation: Callable[..., Conversation]) -> Callabl
         folder = make_run(tmp_path / f"scored-{len(list(tmp_path.iterdir()))}", rows)
         for place, its in enumerate(rewards):
             rows[2 * place] |= {"eval/prompts": len(its), "eval/reward": fmean(its)}
-            played = [conversation(n, text=f"reply {n}", query=f"prompt {n}", reward=r) for n, r in enumerate(its)]
-            for number, each in enumerate(played):
-                each.task = {"number": number}
-                if accuracies:
-                    each.accuracy_lenient = accuracies[place][number]
-                    rows[2 * place]["eval/accuracy_lenient"] = fmean(accuracies[place])
+            played = [
+                conversation(n, text=f"reply {n}", query=f"prompt {n}", reward=reward, task={"number": n})
+                for n, reward in enumerate(its)
+            ]
+            if accuracies:
+                rows[2 * place]["eval/accuracy_lenient"] = fmean(accuracies[place])
+                for each, accuracy in zip(played, accuracies[place], strict=True):
+                    each.accuracy_lenient = accuracy
             write_rows(folder / HELD_OUT / f"step-{2 * place:06d}.parquet", sample_rows(played))
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
@@ -79,16 +86,11 @@ def hostile(tmp_path: Path, conversation: Callable[..., Conversation]) -> Path:
     name = "<img src=x onerror=window.hacked=1>"
     folder = make_run(tmp_path / name, rows, log=log, overrides=["model=tiny", f"env.system_prompt={HOSTILE}"])
     said = [conversation(4, sample, query=HOSTILE, text=HOSTILE, reward=float(sample)) for sample in range(2)]
-    write_rollouts(
-        folder / "rollouts/step-000001.parquet",
-        1,
-        batch_from_conversations(said),
-        rows_worth(batch_from_conversations(said), -1.0, 1.0),
-    )
+    batch = batch_from_conversations(said)
+    write_rollouts(folder / "rollouts/step-000001.parquet", 1, batch, rows_worth(batch, -1.0, 1.0))
     for step, reward in ((0, 0.0), (2, 1.0)):
-        played = [conversation(n, text=HOSTILE, reward=reward, accuracy_lenient=reward) for n in range(3)]
-        for number, each in enumerate(played):
-            each.task = {"number": number}
+        made = {"text": HOSTILE, "reward": reward, "accuracy_lenient": reward}
+        played = [conversation(n, task={"number": n}, **made) for n in range(3)]
         write_rows(folder / HELD_OUT / f"step-{step:06d}.parquet", sample_rows(played))
     return folder
 
@@ -101,7 +103,7 @@ def test_a_training_writes_its_report_unless_it_is_turned_off(trained: Path) -> 
     page = (trained / "report.html").read_text()
     assert page.startswith("<!doctype html>")
     head = page.partition("<header>")[2].partition("</header>")[0]  # also without JavaScript
-    assert "grpo of builtin:tiny on dataset (rows.jsonl); 2 of 2 steps, finished" in head
+    assert "dataset (rows.jsonl); 2 of 2" in head
     words = ["model=tiny", "policy=transformers", "steps=1", "eval.enabled=false", "env.max_completion_tokens=2"]
     assert rlpost(["train", "grpo", *words, "report.enabled=false", "--out", str(trained.parent / "off")]) == 0
     assert not (trained.parent / "off" / "report.html").exists()
@@ -111,38 +113,35 @@ def verdict_of(folder: Path) -> str:
     return of_run(folder)["verdict"][0]
 
 
-def test_the_verdict_says_by_how_much_the_reward_rose_on_how_many_prompts(scored: Callable[..., Path]) -> None:
+def test_the_verdict_says_by_how_much_the_reward_rose(scored: Scored, says: Says) -> None:
     before, after = [n / 40 for n in range(12)], [n / 40 + (0.3 if n % 4 else 0.5) for n in range(12)]
-    said = verdict_of(scored([before, after]))
-    assert said.startswith("reward rose from 0.14 to 0.49 on 12 held-out prompts (paired difference +0.35 [+0.30, ")
-    page = rendered(content([scored([before, after])]))
+    rose, fell = scored([before, after]), scored([after, before])
+    said = verdict_of(rose)
+    assert re.findall(r"\d+\.\d\d", said)[:3] == ["0.14", "0.49", "0.35"]
+    says("report", f"{said}\n{verdict_of(fell)}")
+    page = rendered(content([rose]))
     assert page.index(said) < page.index("<main")
-    assert verdict_of(scored([after, before])).startswith("reward fell from 0.49 to 0.14")
 
 
-def test_without_a_clear_difference_the_verdict_claims_none(scored: Callable[..., Path]) -> None:
+def test_without_a_clear_difference_the_verdict_claims_none(scored: Scored, says: Says) -> None:
     even, odd = [n % 2 / 2 for n in range(12)], [(n + 1) % 2 / 2 for n in range(12)]
-    assert verdict_of(scored([even, odd])).startswith("no difference found")
-    few = verdict_of(scored([[0.1] * 3, [0.9] * 3]))
-    assert few.startswith("3 held-out prompts are too few")
-    assert few.endswith("reward 0.10 before, 0.90 after")
+    few = [[0.1] * 3, [0.9] * 3]
+    says("report", "\n".join(verdict_of(scored(rewards)) for rewards in ([even, odd], few)))
 
 
-def test_a_run_that_measured_nothing_held_out_says_so_first(tmp_path: Path) -> None:
-    said = verdict_of(make_run(tmp_path / "run", [step_row(1, 0.25), step_row(2, 0.5)]))
-    assert said.startswith("not measured")
-    assert "0.25" in said  # in the first training step
+def test_a_run_that_measured_nothing_held_out_says_so_first(tmp_path: Path, says: Says) -> None:
+    says("report", verdict_of(make_run(tmp_path / "run", [step_row(1, 0.25), step_row(2, 0.5)])))
 
 
-def test_replies_have_their_reward_and_the_best_changes_come_first(scored: Callable[..., Path]) -> None:
+def test_replies_have_their_reward_and_best_changes_come_first(scored: Scored) -> None:
     held_out = of_run(scored([[0.5, 0.25, 0.0, 0.5], [0.5, 0.0, 0.43, 0.75]]))["held_out"]
-    assert held_out["counts"] == {"reward rose": 2, "reward fell": 1, "the same reward": 1}
+    assert list(held_out["counts"].values()) == [2, 1, 1]  # rose, fell, the same
     rewards = [tuple(reply["reward"] for reply in pair["replies"]) for pair in held_out["pairs"]]
     assert rewards == [(0.0, 0.43), (0.5, 0.75), (0.5, 0.5), (0.25, 0.0)]
     assert held_out["pairs"][0]["prompt"] == "prompt 2"  # without the words of a template
 
 
-def test_accuracy_stands_beside_the_reward_only_where_it_says_more(scored: Callable[..., Path]) -> None:
+def test_accuracy_stands_beside_the_reward_if_it_says_more(scored: Scored) -> None:
     right = [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
     alike = of_run(scored(right, right))["held_out"]
     assert alike["counts"] == {"became right": 1, "became wrong": 1, "still right": 1, "still wrong": 1}
@@ -151,10 +150,10 @@ def test_accuracy_stands_beside_the_reward_only_where_it_says_more(scored: Calla
     assert shaped["counts"] == alike["counts"]
     assert [reply["accuracy"] for reply in shaped["pairs"][0]["replies"]] == [0.0, 1.0]
     never = of_run(scored([[0.1, 0.2], [0.3, 0.1]], [[0.0, 0.0], [0.0, 0.0]]))["held_out"]
-    assert never["counts"] == {"reward rose": 1, "reward fell": 1, "the same reward": 0}
+    assert list(never["counts"].values()) == [1, 1, 0]
 
 
-def test_curves_have_words_and_units_and_leave_out_what_says_nothing(tmp_path: Path) -> None:
+def test_curves_have_units_and_leave_out_what_says_nothing(tmp_path: Path, says: Says) -> None:
     rows = [
         step_row(n, n / 8, **{"groups/zero_std": 1 / n, "lr": 1e-5 * (9 - n), "kl/ref": 1.39e-17 if n % 2 else 0.5})
         | {"reward/score": n / 8, "ratio/clip_low": 1e-17 * n}
@@ -167,14 +166,12 @@ def test_curves_have_words_and_units_and_leave_out_what_says_nothing(tmp_path: P
     assert [point[1] for point in curves["kl/ref"]["lines"][0]] == [0.0, 0.5, 0.0, 0.5]
     assert [point[1] for point in curves["lr"]["lines"][0]] == [8e-5, 7e-5, 6e-5, 5e-5]
     assert not {"ratio/clip_low", "reward/std", "reward/score"} & set(curves)
-    assert "9 flat lines" in found["left_out"]
-    assert "1 line equal to another: reward part score" in found["left_out"]
+    says("report", found["left_out"])
 
 
-def test_the_time_is_that_of_the_whole_run_with_loading_and_evaluating(trained: Path) -> None:
+def test_the_time_is_that_of_the_whole_run(trained: Path) -> None:
     spent = dict(of_run(trained)["time"])
-    log = (trained / "log.txt").read_text()
-    assert sum(spent.values()) == pytest.approx(wall_clock(log), abs=0.01)
+    assert sum(spent.values()) == pytest.approx(wall_clock((trained / "log.txt").read_text()), abs=0.01)
     rows, _ = read_metrics(trained / "metrics.jsonl")
     assert spent["loading"] == rows[0]["time/load"]
     assert spent["evaluating"] == rows[0]["time/eval"] + rows[2]["time/eval"]
@@ -192,26 +189,31 @@ def test_attempts_are_timed_from_their_beginning_to_their_end() -> None:
     assert wall_clock("no date") == 0
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(("place", "verb"), enumerate(("eval", "export", "runs")))
 def test_each_command_of_the_page_works_as_it_is_printed(
-    place: int, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: int, verb: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(trained.parent.parent)
     command = shlex.split(of_run(trained)["commands"][place][1])
-    assert command[:2] == ["rlpost", ("eval", "export", "runs")[place]]
-    quicker = ["policy=transformers"] if place == 0 else []  # than an engine
-    assert rlpost([*command[1:], *quicker]) == 0, capsys.readouterr().err
+    assert command[:2] == ["rlpost", verb]
+    quicker = ["policy=transformers"] if verb == "eval" else []  # than an engine
+    with contextlib.chdir(trained.parent.parent):
+        assert rlpost([*command[1:], *quicker]) == 0, capsys.readouterr().err
 
 
 def test_commands_name_the_folder_that_the_run_was_given(trained: Path, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", overrides=["model=tiny", "--out", "elsewhere"])
-    assert [command for _, command in of_run(folder)["commands"]] == ["rlpost runs reproduce ./elsewhere"]  # no model
+
+    def commands() -> list[list[str]]:
+        return [command.split() for _, command in of_run(folder)["commands"]]
+
+    reproduce = ["rlpost", "runs", "reproduce", "./elsewhere"]
+    assert commands() == [reproduce]  # there is no model yet
     shutil.copytree(trained / "checkpoints", folder / "checkpoints")
-    commands = [command for _, command in of_run(folder)["commands"]]
-    assert commands[:2] == ["rlpost eval model=./elsewhere", "rlpost export ./elsewhere"]
+    evaluate, export = ["rlpost", "eval", "model=./elsewhere"], ["rlpost", "export", "./elsewhere"]
+    assert commands() == [evaluate, export, reproduce]
 
 
-def test_the_sample_of_a_step_is_the_best_worst_most_surprising_and_random(
+def test_a_step_shows_best_worst_surprising_and_random_replies(
     tmp_path: Path, conversation: Callable[..., Conversation]
 ) -> None:
     folder = make_run(tmp_path / "run")
@@ -223,16 +225,18 @@ def test_the_sample_of_a_step_is_the_best_worst_most_surprising_and_random(
     found = of_run(folder)["completions"]
     assert (found["total"], found["of_steps"], len(found["steps"])) == (2560, 64, 60)
     assert [found["steps"][0]["step"], found["steps"][-1]["step"]] == [1, 64]
-    rows = found["steps"][7]["rows"]
-    best = [row["reward"] for row in rows if "best" in row["why"]]
-    assert best == [39 / 64, 35 / 64, 31 / 64]  # of different prompts
-    assert [row["reward"] for row in rows if "worst" in row["why"]] == [0.0, 4 / 64, 8 / 64]
-    surprising = max((row for row in rows if "most surprising" in row["why"]), key=lambda row: row["surprise"])
+
+    def shown(why: str) -> list[Any]:
+        return [row for row in found["steps"][7]["rows"] if why in row["why"]]
+
+    assert [row["reward"] for row in shown("best")] == [39 / 64, 35 / 64, 31 / 64]  # of different prompts
+    assert [row["reward"] for row in shown("worst")] == [0.0, 4 / 64, 8 / 64]
+    surprising = max(shown("most surprising"), key=lambda row: row["surprise"])
     assert (surprising["reward"], surprising["surprise"]) == (17 / 64, 1.625)
-    assert len([row for row in rows if "random" in row["why"]]) == 3
+    assert len(shown("random")) == 3
 
 
-def test_tokens_of_a_completion_have_texts_log_probs_and_versions(
+def test_tokens_of_a_completion_have_their_texts_and_log_probs(
     trained: Path, conversation: Callable[..., Conversation]
 ) -> None:
     rows = [row for step in of_run(trained)["completions"]["steps"] for row in step["rows"]]
@@ -253,10 +257,9 @@ def test_each_setting_says_who_set_it(trained: Path) -> None:
     sources = {key: source for key, _, source in of_run(trained)["settings"]}
     assert sources["loss.clip_high"] == "default"
     assert sources["env.path"] == sources["model.path"] == "command line"
-    environment = json.loads((trained / "environment.json").read_text())
-    environment["chosen"] = {"optim.lr": "by its size"}
-    (trained / "environment.json").write_text(json.dumps(environment))
-    assert {key: source for key, _, source in of_run(trained)["settings"]}["optim.lr"] == "chosen: by its size"
+    file = trained / "environment.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chosen": {"optim.lr": "size"}}))
+    assert "chosen: size" in [source for key, _, source in of_run(trained)["settings"] if key == "optim.lr"]
 
 
 def test_the_verb_writes_one_page_of_several_runs(
@@ -290,8 +293,11 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
+Opening = Callable[..., tuple[Any, list[str]]]
+
+
 @pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., tuple[Any, list[str]]]]:
+def opened(browser: Any, tmp_path: Path) -> Iterator[Opening]:
     """Opens the report of runs; gives the page, and the list of its requests and errors but for the file itself."""
     pages = []
 
@@ -330,16 +336,13 @@ def test_the_page_of_a_sweep_begins_with_what_it_found(tmp_path: Path) -> None:
         assert rlpost(["report", str(sweep)]) == 0
 
     page = (sweep / "report.html").read_text()
-    verdict, candidates, runs = (
-        page.index(text) for text in ("lr=2 is better than lr=1", "<td>2</td>", "<td>lr=1_seed=0</td>")
-    )
-    assert page.index("rates</h1>") < verdict < candidates < runs
+    parts = ("rates</h1>", "lr=2 is better than lr=1", "<td>2</td>", "<td>lr=1_seed=0</td>")
+    places = [page.index(part) for part in parts]
+    assert places == sorted(places)
 
 
 @needs_chromium
-def test_hostile_texts_stay_texts_and_nothing_is_requested(
-    hostile: Path, opened: Callable[..., tuple[Any, list[str]]]
-) -> None:
+def test_hostile_texts_stay_texts_and_nothing_is_requested(hostile: Path, opened: Opening) -> None:
     page, heard = opened(hostile)
     assert heard == []
     assert page.evaluate("window.hacked") is None
@@ -349,13 +352,14 @@ def test_hostile_texts_stay_texts_and_nothing_is_requested(
         page.wait_for_timeout(100)
     assert page.locator("#completions .text", has_text=HOSTILE).count() >= 2
     assert page.locator("#held-out .text", has_text=HOSTILE).count() >= 2
+    assert HOSTILE not in Path(page.url.removeprefix("file://")).read_text()  # compressed, and the heading escaped
     assert "connect-src" not in page.content()
     with pytest.raises(playwright.Error):  # the page's own policy refuses what it does not name
         page.evaluate("fetch('http://example.invalid/')")
 
 
 @needs_chromium
-def test_the_page_is_used_by_keyboard(trained: Path, opened: Callable[..., tuple[Any, list[str]]]) -> None:
+def test_the_page_is_used_by_keyboard(trained: Path, opened: Opening) -> None:
     page, heard = opened(trained)
     [rewards] = next(c["lines"] for c in content([trained])["curves"] if c["key"] == "reward/mean")
     box = page.locator("#story .chart").first
@@ -382,44 +386,39 @@ def test_the_page_is_used_by_keyboard(trained: Path, opened: Callable[..., tuple
 
 
 @needs_chromium
-def test_the_page_tells_its_story_in_order(
-    scored: Callable[..., Path], opened: Callable[..., tuple[Any, list[str]]]
-) -> None:
+def test_the_page_tells_its_story_in_order(scored: Scored, opened: Opening) -> None:
     page, heard = opened(scored([[0.1] * 12, [n / 12 for n in range(12)]]))
     parts = page.locator("header .verdict, main > section, main > details").evaluate_all(
         "found => found.map((each) => each.id || each.className)"
     )
     assert parts == ["verdict", "diagnosis", "story", "held-out", "curves", "time", "settings", "commands"]
-    assert page.locator("#story .chart code").all_inner_texts() == ["reward/mean", "eval/reward"]
+    assert page.locator("#story .chart").locator("code").all_inner_texts() == ["reward/mean", "eval/reward"]
     assert page.locator("#held-out > .card").count() == 4
-    assert page.locator("#held-out details.fold").evaluate("fold => fold.open") is False
+    assert page.locator("#held-out .fold").evaluate("fold => fold.open") is False
     assert heard == []
 
 
 @needs_chromium
-def test_a_printed_page_has_its_curves_and_light_colours(
-    scored: Callable[..., Path], opened: Callable[..., tuple[Any, list[str]]]
-) -> None:
+def test_a_printed_page_has_its_curves_and_light_colours(scored: Scored, opened: Opening) -> None:
     page, _ = opened(scored([[0.1] * 12, [0.2] * 12]), width=900, scheme="dark")  # nothing was scrolled to
     assert page.evaluate("window.drawn") == 2
     page.locator("#curves > summary").click()
     page.locator("#curves .chart").first.wait_for()
     page.emulate_media(media="print", color_scheme="dark")
-    curves = page.locator(".chart svg").evaluate_all(
-        "found => found.map((svg) => [svg.querySelectorAll('path').length, svg.getBoundingClientRect().height])"
+    paths, boxes = (
+        page.locator(".chart svg").evaluate_all(f"found => found.map((svg) => svg.{asked})")
+        for asked in ("querySelectorAll('path').length", "getBoundingClientRect()")
     )
-    assert len(curves) == 4
-    assert all(paths > 0 and height > 50 for paths, height in curves)
+    assert len(paths) == 4
+    assert min(paths) > 0
+    assert min(box["height"] for box in boxes) > 50
+    assert max(box["right"] for box in boxes) <= 900
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator("button").first.is_visible() is False
-    ends = page.locator(".chart svg").evaluate_all("found => found.map((svg) => svg.getBoundingClientRect().right)")
-    assert max(ends) <= 900
 
 
 @needs_chromium
-def test_axes_name_the_step_and_show_shares_in_percent(
-    tmp_path: Path, opened: Callable[..., tuple[Any, list[str]]]
-) -> None:
+def test_axes_name_the_step_and_show_shares_in_percent(tmp_path: Path, opened: Opening) -> None:
     rows = [{"step": 0, **evaluation(0.25, 0.1, 0.4)}, step_row(1, 0.5), step_row(2, 0.75) | evaluation(0.5, 0.3, 0.7)]
     page, _ = opened(make_run(tmp_path / "run", rows))
     texts = page.locator("#story svg", has_text="step").nth(1).locator("text").all_text_contents()
@@ -430,7 +429,7 @@ def test_axes_name_the_step_and_show_shares_in_percent(
 @needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_narrow_window_needs_no_scrolling_sideways(
-    scheme: str, trained: Path, hostile: Path, opened: Callable[..., tuple[Any, list[str]]]
+    scheme: str, trained: Path, hostile: Path, opened: Opening
 ) -> None:
     page, heard = opened(trained, hostile, width=400, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
@@ -443,10 +442,3 @@ def test_a_narrow_window_needs_no_scrolling_sideways(
     assert (back == "rgb(20, 23, 27)") == (scheme == "dark")
     assert back != ink
     assert heard == []
-
-
-def test_the_policy_of_the_page_allows_its_own_script_alone(hostile: Path) -> None:
-    page = rendered(content([hostile]))
-    policy = page.partition('Content-Security-Policy" content="')[2].partition('"')[0]
-    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
-    assert HOSTILE not in page  # the data is compressed, and the heading escaped

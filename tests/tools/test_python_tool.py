@@ -1,287 +1,233 @@
-"""The Python tool in a conversation: what runs, what is said of it, and what lasts from turn to turn."""
+"""The Python tool in a conversation: what runs, what the model reads of it, and what lasts from turn to turn."""
 
 from __future__ import annotations
 
 import doctest
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensordict import TensorDict
 
-from rlpost.data.conversation import Completion, Conversation, Message
+from rlpost.data.conversation import Completion
 from rlpost.envs import ChatEnv, LLMEnv
-from rlpost.envs.base import ToolLimits
+from rlpost.envs.base import ToolLimits, ToolResult
 from rlpost.envs.transforms import PythonInterpreter
 from rlpost.errors import ConfigError, SandboxError
 from rlpost.sandbox import Sandbox, SandboxMode
-from tests.bubblewrap import sandbox
+from tests.says import Says
+from tests.tools.calls import begun, replied, result_in
 
-__all__ = ["sandbox"]  # a fixture
+
+class Talk:
+    """A conversation with the tool: called with a reply, it gives the result of each program in it."""
+
+    def __init__(self, tool: PythonInterpreter, limits: ToolLimits | None = None) -> None:
+        self.tool = tool
+        self.env = ChatEnv(tool_role="tool", tool_limits=limits).append_transform(tool)
+        self.conversation = begun(self.env)
+
+    def __call__(self, reply: str) -> list[ToolResult]:
+        return list(map(result_in, replied(self.env, self.conversation, reply)))
+
+
+Talking = Callable[..., Talk]
 
 
 @pytest.fixture
-def persistent(sandbox: Sandbox) -> Iterator[PythonInterpreter]:
-    tool = PythonInterpreter(persistent=True, timeout=10.0, sandbox=sandbox)
-    yield tool
-    tool.close()
+def talk(sandbox: Sandbox) -> Iterator[Talking]:
+    """Begins a conversation; the tool's settings are given by keyword."""
+    with ExitStack() as ending:
+
+        def begin(limits: ToolLimits | None = None, **settings: Any) -> Talk:
+            tool = PythonInterpreter(sandbox=sandbox, **settings)
+            ending.callback(tool.close)
+            return Talk(tool, limits)
+
+        yield begin
 
 
 def block(code: str) -> str:
     return f"```python\n{code}\n```\n"
 
 
-def called(code: Any, name: str = "python", **others: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'code': code, **others}})}\n</tool_call>"
+def called(code: Any, **others: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code, **others}})}\n</tool_call>"
 
 
-def talk(tool: PythonInterpreter, role: str = "tool", limits: ToolLimits | None = None) -> ChatEnv:
-    return ChatEnv(tool_role=role, tool_limits=limits).append_transform(tool)
+# What runs, and what is said of it
+
+
+def test_each_block_is_answered_by_a_message_of_its_own(talk: Talking) -> None:
+    ask = talk()
+    first, second, third = ask(f"First {block('print(1)')} then {block('x = 2')} and {block('print(x)')} done.")
+    assert (first, second, third.ok) == (ToolResult("1\n"), ToolResult(""), False)
+    assert "NameError" in third.text  # each has an interpreter of its own
+    said = ask.conversation.messages[-3:]
+    assert [message["role"] for message in said] == ["tool"] * 3
+    assert [message["content"][:12] for message in said] == [f"Code block {number}" for number in (1, 2, 3)]
+    assert (ask.conversation.tool_calls, ask.conversation.tool_errors) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "printed"),
+    [
+        ("No code at all.", []),
+        ("```\nprint(1)\n```", []),
+        ("```bash\necho 1\n```", []),
+        ("Inline `print(1)` or ```python print(1)```.", []),
+        ("<think>\n```python\nprint(1)\n```\n</think> I shall not.", []),
+        ("```python\nprint('a')\n```", ["a\n"]),
+        ("```Python \nprint('a')\n```", ["a\n"]),
+        ("```py\r\nprint('a')\r\n```\r\n", ["a\n"]),
+        ("1. So:\n   ```python\n   for x in 'ab':\n       print(x)\n   ```\n", ["a\nb\n"]),
+        ("````python\nprint('''\n```\n''')\n````", ["\n```\n\n"]),
+        ("It is ```python\nprint('a')\n``` as said.", ["a\n"]),
+        ("```python\nprint('a')\n```<|im_end|>", ["a\n"]),
+        ("```python\n```", [""]),
+        (called("print(6 * 7)"), ["42\n"]),
+        ('<tool>python\n{"code": "print(7)"}</tool>', ["7\n"]),
+        (block("import warnings; warnings.warn('old'); print('fine')"), ["fine\n"]),  # no failure
+    ],
+)
+def test_programs_are_read_as_models_write_them(talk: Talking, reply: str, printed: list[str]) -> None:
+    assert talk()(reply) == list(map(ToolResult, printed))
+
+
+def test_a_model_is_shown_the_schema_if_it_is_to_be_described(talk: Talking) -> None:
+    ask = talk()
+    assert ask.conversation.tools == []
+    ask.tool.described = True
+    [schema] = begun(ask.env).tools
+    assert schema["function"]["name"] == "python"
+    assert schema["function"]["parameters"]["required"] == ["code"]
+
+
+FAILING = {
+    "no text": called(5),
+    "no code": called(None),
+    "another argument": called("1", timeout=3),
+    "open block": "```python\nprint(1)\n",
+    "open block before another": "```python\nprint('a')\n```python\nprint('b')\n",
+    "spins": block("while True: pass"),
+    "exits": block("import sys; sys.exit(3)"),
+    "ends early": block("import os; os._exit(0)"),
+    "kills itself": block("import os; print('ok'); os.kill(os.getpid(), 9)"),
+}
+
+
+def test_a_failure_says_why(talk: Talking, says: Says) -> None:
+    shown = []
+    for name, reply in FAILING.items():
+        ask = talk(timeout=0.5 if name == "spins" else 10.0)
+        [result] = ask(reply)
+        assert (result.ok, ask.conversation.valid, ask.conversation.tool_errors) == (False, True, 1)
+        shown.append(f"{name}: {result.text}")
+    says("tools", "\n".join(shown))
+
+
+@pytest.mark.parametrize("code", ["print('\0')", "print('\ud800')"])
+def test_a_program_that_is_no_text_is_a_failure(talk: Talking, code: str) -> None:
+    ask = talk()
+    assert [result.ok for result in ask(called(code))] == [False]
+    assert (ask.conversation.valid, ask.conversation.tool_errors) == (True, 1)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_value_of_a_last_expression_is_shown_if_asked_for(talk: Talking, persistent: bool) -> None:
+    ask = talk(show_last_value=True, persistent=persistent)
+    assert ask(block("x = 6\nx * 7")) == [ToolResult("42\n")]
+
+
+# An interpreter that persists
+
+
+def test_names_last_from_block_to_block_and_from_turn_to_turn(talk: Talking) -> None:
+    ask = talk(persistent=True)
+    assert len(ask(block("def f(n): return 1 if n < 2 else n * f(n - 1)") + block("x = f(5)"))) == 2
+    assert ask(block("1 / 0"))[0].text.splitlines()[-1].startswith("ZeroDivisionError")
+    assert ask(block("print(x, f(3))")) == [ToolResult("120 6\n")]
+
+
+def test_a_timeout_restarts_the_interpreter_and_says_so(talk: Talking, says: Says) -> None:
+    ask = talk(persistent=True, timeout=1.0)
+    ask(block("x = 1"))
+    late, after = ask(block("while True: pass") + block("print('x' in globals())"))
+    says("tools", late.text)
+    assert (late.ok, after) == (False, ToolResult("False\n"))
+
+
+def test_conversations_share_no_names_and_release_them(talk: Talking) -> None:
+    tool = talk(persistent=True).tool
+    env = ChatEnv([2], max_steps=2, tool_role="tool").append_transform(tool)
+    one, other = env.begin([{"query": "a"}, {"query": "b"}])
+    for conversation in (one, other):
+        conversation.add_completion(Completion([], [], block(f"x = {conversation.group_id}"), "stop", 0))
+    env.advance([one, other])  # both at once
+    assert set(tool.interpreters) == {one.key, other.key}
+    processes = [each.session.process for each in tool.interpreters.values()]
+    assert replied(env, one, "Done.") == []
+    assert one.done
+    assert set(tool.interpreters) == {other.key}
+    env.close()
+    assert tool.interpreters == {}
+    assert [process is not None and process.ended for process in processes] == [True, True]
+
+
+def test_a_resumed_conversations_programs_run_once_more(talk: Talking) -> None:
+    limits = ToolLimits(max_calls_per_turn=2)
+    ask, resumed = (talk(limits, persistent=True) for _ in range(2))
+    resumed.conversation = ask.conversation
+    ask.conversation.messages.insert(0, {"role": "assistant", "content": block("x = 'of the prompt'")})
+    ask(block("x = [1]") + called("x.append(2)") + block("x.append('over the limit of a turn')"))
+    ask(block("x.append(3)\n1 / 0") + "```python\nx.append('never closed')")
+    assert resumed(block("print(x)")) == [ToolResult("[1, 2, 3]\n")]
 
 
 def acted(tensordict: Any, reply: str) -> Any:
     return tensordict.clone().set("text_response", [reply])
 
 
-def begun(env: ChatEnv) -> Conversation:
-    return env.begin([{"query": "Work it out."}])[0]
+def said_last(stepped: Any) -> str:
+    return stepped["next", "conversation"][0].messages[-1]["content"]
 
 
-def answers(env: ChatEnv, conversation: Conversation, reply: str, finish_reason: str = "stop") -> list[str]:
-    before = len(conversation.messages)
-    conversation.add_completion(Completion([], [], reply, finish_reason, 0))
-    env.advance([conversation])
-    return [message["content"] for message in conversation.messages[before + 1 :]]
-
-
-# What runs, and what is said of it
-
-
-def test_each_block_is_answered_in_its_order_by_a_message_of_its_own(sandbox: Sandbox) -> None:
-    env = talk(PythonInterpreter(sandbox=sandbox))
-    conversation = begun(env)
-    said = answers(env, conversation, f"First {block('print(1)')} then {block('x = 2')} and {block('print(x)')} done.")
-    assert said[:2] == ["Code block 1 executed successfully:\n1\n", "Code block 2 executed successfully:\n"]
-    assert said[2].startswith("Code block 3 failed:\nTraceback (most recent call last):\n")
-    assert said[2].endswith("NameError: name 'x' is not defined\n")  # each has an interpreter of its own
-    assert conversation.messages[-1]["role"] == "tool"
-    assert (conversation.tool_calls, conversation.tool_errors) == (3, 1)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "No code at all.",
-        "```\nprint(1)\n```",
-        "```bash\necho 1\n```",
-        "Inline `print(1)` or ```python print(1)```.",
-        "<think>\n```python\nprint(1)\n```\n</think> I shall not.",
-    ],
-)
-def test_without_a_block_of_python_nothing_is_said(sandbox: Sandbox, reply: str) -> None:
-    env = talk(PythonInterpreter(sandbox=sandbox))
-    assert answers(env, begun(env), reply) == []
-
-
-@pytest.mark.parametrize(
-    ("reply", "stdout"),
-    [
-        ("```python\nprint('a')\n```", "a\n"),
-        ("```Python \nprint('a')\n```", "a\n"),
-        ("```py\r\nprint('a')\r\n```\r\n", "a\n"),
-        ("1. So:\n   ```python\n   for x in 'ab':\n       print(x)\n   ```\n", "a\nb\n"),
-        ("````python\nprint('''\n```\n''')\n````", "\n```\n\n"),
-        ("It is ```python\nprint('a')\n``` as said.", "a\n"),
-        ("```python\nprint('a')\n```<|im_end|>", "a\n"),
-        ("```python\nprint('a')\n```python\nprint('b')\n", None),
-        ("```python\n```", ""),
-    ],
-)
-def test_blocks_are_read_as_models_write_them(sandbox: Sandbox, reply: str, stdout: str | None) -> None:
-    env = talk(PythonInterpreter(sandbox=sandbox))
-    said = answers(env, begun(env), reply)
-    unclosed = "Code block 1 failed:\nthe code block is never closed with ```"
-    assert said == [unclosed if stdout is None else f"Code block 1 executed successfully:\n{stdout}"]
-
-
-def test_a_block_without_an_end_is_not_run(sandbox: Sandbox) -> None:
-    env = talk(PythonInterpreter(sandbox=sandbox))
-    said = answers(env, begun(env), "```python\nprint(1)\n")
-    assert said == ["Code block 1 failed:\nthe code block is never closed with ```"]
-    assert answers(env, begun(env), "```python\nprint(1)\n", finish_reason="length") == []  # cut: never meant to end
-
-
-def test_a_model_is_shown_the_schema_if_it_is_to_be_described(sandbox: Sandbox) -> None:
-    assert begun(talk(PythonInterpreter(sandbox=sandbox))).tools == []
-    tool = PythonInterpreter(sandbox=sandbox)
-    tool.described = True
-    [schema] = begun(talk(tool)).tools
-    assert schema["function"]["name"] == "python"
-    assert schema["function"]["parameters"]["required"] == ["code"]
-
-
-def test_a_tool_call_runs_its_code(sandbox: Sandbox) -> None:
-    env = talk(PythonInterpreter(sandbox=sandbox))
-    conversation = begun(env)
-    assert answers(env, conversation, called("print(6 * 7)")) == ["Code block 1 executed successfully:\n42\n"]
-    assert answers(env, conversation, '<tool>python\n{"code": "print(7)"}</tool>') == [
-        "Code block 1 executed successfully:\n7\n"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (called(5), 'the program must be given as a string: {"code": "..."}, and is a int'),
-        (called(None), 'the program must be given as a string: {"code": "..."}, and is missing'),
-        (called("1", timeout=3), 'python takes "code" and nothing else, not timeout'),
-        (called("print('\0')"), None),
-        (called("print('\ud800')"), None),
-    ],
-)
-def test_a_bad_call_is_an_observation(sandbox: Sandbox, call: str, said: str | None) -> None:
-    env = talk(PythonInterpreter(sandbox=sandbox))
-    conversation = begun(env)
-    (answer,) = answers(env, conversation, call)
-    assert answer.startswith("Code block 1 failed:\n")
-    assert said is None or answer == f"Code block 1 failed:\n{said}"
-    assert conversation.valid
-    assert conversation.tool_errors == 1
-
-
-def test_warnings_on_stderr_are_no_failure_and_long_output_is_cut_with_a_note(sandbox: Sandbox) -> None:
-    env = talk(PythonInterpreter(sandbox=sandbox), limits=ToolLimits(max_output_chars=100))
-    warned = answers(env, begun(env), block("import warnings; warnings.warn('old'); print('fine')"))
-    assert warned == ["Code block 1 executed successfully:\nfine\n"]
-    (long,) = answers(env, begun(env), block("print('x' * 1099)"))
-    assert long == f"Code block 1 executed successfully:\n{'x' * 50}\n[1000 characters left out]\n{'x' * 49}\n"
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("while True: pass", "Code execution timed out"),
-        ("import sys; sys.exit(3)", "Python exited with code 3"),
-        ("import os; os._exit(0)", "Python ended early with exit code 0"),
-        ("import os; print('ok'); os.kill(os.getpid(), 9)", "Python was ended by SIGKILL"),
-    ],
-)
-def test_what_did_not_end_well_says_why(sandbox: Sandbox, code: str, said: str) -> None:
-    env = talk(PythonInterpreter(timeout=0.5 if "while" in code else 10.0, sandbox=sandbox))
-    assert answers(env, begun(env), block(code)) == [f"Code block 1 failed:\n{said}"]
-
-
-def test_the_value_of_a_last_expression_is_shown_where_that_is_asked_for(sandbox: Sandbox) -> None:
-    env = talk(PythonInterpreter(sandbox=sandbox, show_last_value=True))
-    assert answers(env, begun(env), block("x = 6\nx * 7")) == ["Code block 1 executed successfully:\n42\n"]
-
-
-# An interpreter that persists
-
-
-def test_names_last_from_block_to_block_and_from_turn_to_turn(persistent: PythonInterpreter) -> None:
-    env = talk(persistent)
-    conversation = begun(env)
-    said = answers(env, conversation, block("def f(n): return 1 if n < 2 else n * f(n - 1)") + block("x = f(5)"))
-    assert len(said) == 2
-    assert answers(env, conversation, block("1 / 0"))[0].endswith("ZeroDivisionError: division by zero\n")
-    assert answers(env, conversation, block("print(x, f(3))")) == ["Code block 1 executed successfully:\n120 6\n"]
-
-
-def test_a_timeout_restarts_the_interpreter_and_says_so(sandbox: Sandbox) -> None:
-    tool = PythonInterpreter(persistent=True, timeout=1.0, sandbox=sandbox)
-    env = talk(tool)
-    conversation = begun(env)
-    answers(env, conversation, block("x = 1"))
-    assert answers(env, conversation, block("while True: pass") + block("print('x' in globals())")) == [
-        "Code block 1 failed:\nCode execution timed out - process restarted",
-        "Code block 2 executed successfully:\nFalse\n",
-    ]
-    tool.close()
-
-
-def test_conversations_do_not_share_names_and_their_end_releases_them(persistent: PythonInterpreter) -> None:
-    env = ChatEnv([2], max_steps=2, tool_role="tool").append_transform(persistent)
-    one, other = env.begin([{"query": "a"}, {"query": "b"}])
-    for conversation in (one, other):
-        conversation.add_completion(Completion([], [], block(f"x = {conversation.group_id}"), "stop", 0))
-    env.advance([one, other])  # both at once
-    assert set(persistent.interpreters) == {one.key, other.key}
-    processes = [each.session.process for each in persistent.interpreters.values()]
-    assert answers(env, one, "Done.") == []
-    assert one.done
-    assert set(persistent.interpreters) == {other.key}
-    env.close()
-    assert persistent.interpreters == {}
-    assert [process is not None and process.ended for process in processes] == [True, True]
-
-
-def test_a_reset_clears_what_was_defined(persistent: PythonInterpreter) -> None:
-    env = talk(persistent, role="user")
-    first = env.reset(TensorDict(text=["a"], batch_size=[1]))
-    env.step(acted(first, block("x = 1")))
-    assert len(persistent.interpreters) == 1
-    second = env.reset(TensorDict(text=["b"], batch_size=[1]))
-    assert persistent.interpreters == {}
-    stepped = env.step(acted(second, block("print(x)")))
-    assert "NameError" in messages_of(stepped)[-1]["content"]
-
-
-def test_after_a_resumption_the_conversations_programs_run_once_more(sandbox: Sandbox) -> None:
-    before, after = (PythonInterpreter(persistent=True, sandbox=sandbox) for _ in range(2))
-    limits = ToolLimits(max_calls_per_turn=2)
-    conversation = begun(talk(before, limits=limits))
-    conversation.messages.insert(0, {"role": "assistant", "content": block("x = 'of the prompt'")})
-    env = talk(before, limits=limits)
-    answers(env, conversation, block("x = [1]") + called("x.append(2)") + block("x.append('over the limit of a turn')"))
-    answers(env, conversation, block("x.append(3)\n1 / 0") + "```python\nx.append('never closed')")
-    before.close()
-    resumed = talk(after, limits=limits)
-    assert answers(resumed, conversation, block("print(x)")) == ["Code block 1 executed successfully:\n[1, 2, 3]\n"]
-    after.close()
-
-
-def test_a_step_taken_twice_from_one_place_finds_the_same_names_twice(persistent: PythonInterpreter) -> None:
-    env = talk(persistent, role="user")
+def test_a_step_taken_twice_finds_the_same_names_until_a_reset(talk: Talking) -> None:
+    tool = talk(persistent=True).tool
+    env = ChatEnv(tool_role="user").append_transform(tool)
     first = env.step(acted(env.reset(TensorDict(text=["a"], batch_size=[1])), block("x = [1]")))
     for _ in range(2):
         again = env.step(acted(first["next"], block("x.append(2); print(x)")))
-        assert messages_of(again)[-1]["content"] == "\nCode block 1 executed successfully:\n[1, 2]\n\n"
+        assert said_last(again).endswith(":\n[1, 2]\n\n")  # lines of their own under the role user
+    assert len(tool.interpreters) == 1
+    second = env.reset(TensorDict(text=["b"], batch_size=[1]))
+    assert tool.interpreters == {}
+    assert "NameError" in said_last(env.step(acted(second, block("print(x)"))))
 
 
 # What cannot be
 
 
 def test_only_an_environment_that_looks_for_calls_takes_it() -> None:
-    with pytest.raises(ConfigError, match="only a ChatEnv runs tools"):
+    with pytest.raises(ConfigError, match="ChatEnv"):
         LLMEnv(1).append_transform(PythonInterpreter())
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"sandbox": "bubblewrp"}, "bubblewrap"),
-        ({"sandbox": "none"}, "sandbox=none is unknown"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        PythonInterpreter(**settings)
+@pytest.mark.parametrize(("name", "part"), [("bubblewrp", "bubblewrap"), ("none", "sandbox=none")])
+def test_an_unknown_sandbox_is_refused(name: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        PythonInterpreter(sandbox=name)
 
 
-def test_without_bubblewrap_it_refuses_before_anything_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bubblewrap_it_refuses_before_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    env = talk(PythonInterpreter())
-    with pytest.raises(SandboxError, match="apt install bubblewrap"):
-        env.start()
+    with pytest.raises(SandboxError, match="bubblewrap"):
+        ChatEnv().append_transform(PythonInterpreter()).start()
     assert PythonInterpreter(sandbox="limits").sandbox.mode is SandboxMode.limits
-
-
-def messages_of(stepped: Any) -> list[Message]:
-    return stepped["next", "conversation"][0].messages
 
 
 @pytest.mark.usefixtures("sandbox")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +13,7 @@ from urllib.parse import parse_qs, unquote
 
 @dataclass
 class Site:
-    """Serves `pages` by path, those below `/slow` after `slow_seconds`.
+    """Serves `pages` by path, `/slow` once it is `released`.
 
     `/to?URL` redirects, `/file` is a download, and what is posted to `/said` is shown.
     """
@@ -22,14 +21,12 @@ class Site:
     pages: dict[str, str] = field(default_factory=dict)
     visits: list[str] = field(default_factory=list)
     port: int = 0
-    most_at_once: int = 0  # requests below `/slow`
-    slow_seconds: float = 1.0
+    released: threading.Event = field(default_factory=threading.Event)
 
 
 @contextlib.contextmanager
 def served(pages: Mapping[str, str], address: str = "127.0.0.1") -> Iterator[Site]:
     site = Site(dict(pages))
-    waiting: list[int] = []
 
     class Page(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -37,13 +34,8 @@ def served(pages: Mapping[str, str], address: str = "127.0.0.1") -> Iterator[Sit
         def do_GET(self) -> None:
             site.visits.append(f"{self.command} {self.path}")
             path, _, query = self.path.partition("?")
-            if path.startswith("/slow"):
-                waiting.append(1)
-                site.most_at_once = max(site.most_at_once, len(waiting))
-                began = time.monotonic()
-                while time.monotonic() - began < site.slow_seconds:
-                    time.sleep(0.01)
-                waiting.pop()
+            if path == "/slow":
+                site.released.wait(60)
             if path == "/to":
                 self.send_response(302)
                 self.send_header("Location", unquote(query))

@@ -96,7 +96,7 @@ def test_the_deadline_is_every_trackers(installed: object, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_a_missing_tracker_is_named_with_its_extra_before_the_run(
+def test_a_missing_tracker_is_named_before_the_run(
     name: str,
     installed: Callable[..., None],
     tmp_path: Path,
@@ -107,8 +107,7 @@ def test_a_missing_tracker_is_named_with_its_extra_before_the_run(
     installed()
     for more in ([], ["--dry-run"]):
         assert run(["train", "grpo", "model=tiny", "policy=transformers", f"tracking={name}", *more]) == 3
-        message = f"tracking={name} needs {name}, which is not installed: pip install 'rlpost[{name}]'"
-        assert capsys.readouterr().err == f"error: {message}\n"
+        assert f"'rlpost[{name}]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -29,6 +29,7 @@ from rlpost.settings.training import (
     WandbSettings,
 )
 from rlpost.tracking.trackers import Status, Tracking, address_without_password, chosen_tracker
+from tests.says import Says
 
 CONFIG = {"steps": 4, "optim": {"lr": 1.5e-5}, "env": {"operations": ["add"], "system_prompt": None}}
 BEFORE = [{"step": s, "reward/mean": s / 3, "time/step": 1.5, "ess": None} for s in range(5)]
@@ -97,14 +98,15 @@ def played(tmp_path: Path, conversation: Callable[..., Conversation]) -> Path:
     from rlpost.data.batch import batch_from_conversations
     from tests.run_folders import rows_worth
 
-    rewards = [0.5, 1.0, 0.25, None]
-    made = [
-        conversation(
-            4, i, text=TEXT if i == 1 else "No.", reward=r, valid=r is not None, reward_parts={"a": r} if r else {}
-        )
-        for i, r in enumerate(rewards)
-    ]
-    batch = batch_from_conversations(made)
+    texts = [(0.5, "No."), (1.0, TEXT), (0.25, "No."), (None, "No.")]
+    batch = batch_from_conversations(
+        [
+            conversation(
+                4, n, text=text, reward=reward, valid=reward is not None, reward_parts={"a": reward} if reward else {}
+            )
+            for n, (reward, text) in enumerate(texts)
+        ]
+    )
     rows = rows_worth(batch, 0.0, 1.5, -1.5, 0.0)
     write_rollouts(tmp_path / "run" / "rollouts" / "step-000003.parquet", 3, batch, rows)
     return tmp_path / "run"
@@ -127,10 +129,9 @@ def tensorboard(folder: Path) -> tuple[Points, str, list[tuple[int, str]]]:
     events.Reload()
     tags: Any = events.Tags()
     points = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in tags["scalars"]}
-    texts = {
-        tag: [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(tag)] for tag in tags["tensors"]
-    }
-    return points, texts["config"][0][1], texts.get("completions", [])
+    text_of: Callable[[Any], str] = lambda event: event.tensor_proto.string_val[0].decode()  # noqa: E731
+    completions = [(event.step, text_of(event)) for event in events.Tensors("completions")]
+    return points, text_of(events.Tensors("config")[0]), completions
 
 
 def rounded(points: Points) -> Points:
@@ -141,25 +142,18 @@ def rounded(points: Points) -> Points:
     }
 
 
-def test_tensorboard_shows_numbers_and_completions(played: Path) -> None:
-    attempt(TensorBoardSettings(completions=2), played, BEFORE, -1, Status.finished)
+def test_tensorboard_shows_each_step_once_and_completions(played: Path) -> None:
+    crash_and_resume(TensorBoardSettings(completions=2), played)
     points, config, completions = tensorboard(played)
-    assert points == rounded(expected(BEFORE))
-    assert "| optim.lr | 1.5e-05 |" in config.splitlines()
-    assert f"| run_folder | {played} |" in config.splitlines()
+    assert points == rounded(expected(BEFORE[:3] + AFTER))
+    assert {"| optim.lr | 1.5e-05 |", f"| run_folder | {played} |"} <= set(config.splitlines())
     [(step, table)] = completions
     titles, rule, best, failed = table.splitlines()
     assert (step, titles.split(" | ")[1:3], rule.count("---")) == (3, ["prompt", "completion"], 7)
-    cells = [
-        html.unescape(cell.replace("<br>", "\n")) for cell in best.removeprefix("| ").removesuffix(" |").split(" | ")
-    ]
-    assert cells == ["3", PROMPT, TEXT, "1", "a 1", "1.5", "stop"]
+    cells = best.removeprefix("| ").removesuffix(" |").split(" | ")
+    shown = [html.unescape(cell.replace("<br>", "\n")) for cell in cells]
+    assert shown == ["3", PROMPT, TEXT, "1", "a 1", "1.5", "stop"]
     assert failed.endswith("| No. |  |  | 0 | stop |")
-
-
-def test_tensorboard_drops_the_steps_that_were_undone(tmp_path: Path) -> None:
-    crash_and_resume(TensorBoardSettings(), tmp_path / "run")
-    assert tensorboard(tmp_path / "run")[0] == rounded(expected(BEFORE[:3] + AFTER))
 
 
 # Weights & Biases
@@ -201,61 +195,43 @@ def wandb_run(file: Path) -> tuple[Points, dict[str, Any], Any]:
     return points, config, own
 
 
-def test_wandb_keeps_numbers_and_completions_offline(played: Path) -> None:
-    attempt(WandbSettings(project="sums", completions=2), played, BEFORE, -1, Status.finished)
-    [file] = (played / "wandb").glob("offline-run-*/*.wandb")
-    points, config, own = wandb_run(file)
-    [(step, table)] = {step: (step, table) for step, table in points.pop("completions/path")}.values()
-    content = json.loads((file.parent / "files" / str(table)).read_text())
+def test_wandb_keeps_both_attempts_offline_under_one_id(played: Path) -> None:
+    crash_and_resume(WandbSettings(project="sums", completions=2), played)
+    files = sorted((played / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
+    (first, config, one), (second, _, two) = map(wandb_run, files)
+    [(step, table)] = set(first["completions/path"])
+    content = json.loads((files[0].parent / "files" / str(table)).read_text())
     assert (step, content["columns"][:3]) == (3, ["step", "prompt", "completion"])
     assert content["data"] == [BEST, FAILED]
-    assert {k: v for k, v in points.items() if not k.startswith("completions/")} == expected(BEFORE)
-    assert config["optim"] == {"lr": 1.5e-5}
-    assert config["run_folder"] == str(played)
-    assert (own.project, own.display_name) == ("sums", "run")
-
-
-def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
-    crash_and_resume(WandbSettings(), tmp_path / "run")
-    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
-    (first, _, one), (second, _, two) = (wandb_run(file) for file in files)
+    for points, lines in ((first, BEFORE), (second, AFTER)):
+        assert {k: v for k, v in points.items() if not k.startswith("completions/")} == expected(lines)
+    assert (config["optim"], config["run_folder"]) == ({"lr": 1.5e-5}, str(played))
+    assert (one.project, one.display_name) == ("sums", "run")
     assert one.run_id == two.run_id
-    assert first == expected(BEFORE)
-    assert second == expected(AFTER)
 
 
 # trackio
 
 
-def trackio_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Points, dict[str, Any], list[str]]:
+def trackio_points(folder: Path) -> tuple[Points, dict[str, Any], list[str]]:
     """(points, configuration, runs) as trackio's own storage reads them."""
     from trackio import sqlite_storage
 
-    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", folder)
-    storage: Any = sqlite_storage.SQLiteStorage
     points: Points = {}
-    for row in storage.get_logs("rlpost", "run"):
-        for name, number in row.items():
-            if name not in ("step", "timestamp"):
-                points.setdefault(name, []).append((row["step"], number))
-    return points, storage.get_run_config("rlpost", "run"), storage.get_runs("rlpost")
+    with pytest.MonkeyPatch.context() as patch:  # it takes its folder from the environment as it is imported
+        patch.setattr(sqlite_storage, "TRACKIO_DIR", folder)
+        storage: Any = sqlite_storage.SQLiteStorage
+        for row in storage.get_logs("rlpost", "run"):
+            for name, number in row.items():
+                if name not in ("step", "timestamp"):
+                    points.setdefault(name, []).append((row["step"], number))
+        return points, storage.get_run_config("rlpost", "run"), storage.get_runs("rlpost")
 
 
-def test_trackio_holds_numbers_and_completions(played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt(TrackioSettings(completions=2), played, BEFORE, -1, Status.finished)
-    points, config, _ = trackio_points(played / "trackio", monkeypatch)
-    [(step, table)] = points.pop("completions")
-    rows: Any = table
-    assert (step, [list(row.values()) for row in rows["_value"]]) == (3, [BEST, FAILED])
-    assert points == expected(BEFORE)
-    assert config["optim"] == {"lr": 1.5e-5}
-    assert config["run_folder"] == str(played)
-
-
-def test_trackio_asks_no_hub_for_the_user_of_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_holds_each_step_once_and_asks_no_hub(played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(BaseHTTPRequestHandler):  # knows the user of a token
         def do_GET(self) -> None:
             asked.append(self.path)
             self.send_error(404)
@@ -265,25 +241,23 @@ def test_trackio_asks_no_hub_for_the_user_of_a_token(tmp_path: Path, monkeypatch
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
         monkeypatch.setenv("HF_TOKEN", "hf_somebody")
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        attempt(TrackioSettings(), tmp_path / "run", BEFORE, -1, Status.finished)
+        crash_and_resume(TrackioSettings(completions=2), played)
         hub.shutdown()
     assert asked == []
-
-
-def test_trackio_drops_the_steps_that_were_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crash_and_resume(TrackioSettings(), tmp_path / "run")
-    points, _, runs = trackio_points(tmp_path / "run" / "trackio", monkeypatch)
+    points, config, runs = trackio_points(played / "trackio")
+    [(step, table)] = points.pop("completions")
+    rows: Any = table
+    assert (step, [list(row.values()) for row in rows["_value"]]) == (3, [BEST, FAILED])
     assert points == expected(BEFORE[:3] + AFTER)
-    assert len(runs) == 1
+    assert (config["optim"], config["run_folder"], len(runs)) == ({"lr": 1.5e-5}, str(played), 1)
 
 
-def test_trackio_does_not_go_on_with_another_run_of_that_name(tmp_path: Path) -> None:
+def test_trackio_does_not_go_on_with_another_run_of_that_name(tmp_path: Path, says: Says) -> None:
     settings = TrackioSettings(folder=str(tmp_path / "shared"))
-    attempt(settings, tmp_path / "run", BEFORE, -1, Status.finished)
     (tmp_path / "elsewhere").mkdir()
-    attempt(settings, tmp_path / "elsewhere" / "run", BEFORE, -1, Status.finished)
-    reason = outcome(settings, tmp_path / "run", 2, Status.finished)
-    assert reason == ("start: RuntimeError: another run of project rlpost is named run: give this one another name")
+    for folder in (tmp_path / "run", tmp_path / "elsewhere" / "run"):
+        attempt(settings, folder, BEFORE, -1, Status.finished)
+    says("train", outcome(settings, tmp_path / "run", 2, Status.finished))
 
 
 # MLflow
@@ -302,26 +276,22 @@ def mlflow_history(folder: Path) -> tuple[Points, Any]:
     return {name: sorted((point.step, point.value) for point in history(name)) for name in names}, run
 
 
-def test_mlflow_holds_numbers_and_completions(played: Path) -> None:
-    attempt(MLflowSettings(completions=2), played, BEFORE, -1, Status.stopped)
+def test_mlflow_keeps_its_id_and_has_undone_steps_twice(played: Path) -> None:
+    settings = MLflowSettings(completions=2)
+    attempt(settings, played, BEFORE, -1, Status.stopped)
     points, run = mlflow_history(played)
     assert points == expected(BEFORE)
+    assert (run.info.run_name, run.info.status) == ("run", "KILLED")
+    attempt(settings, played, AFTER, 2, Status.finished)
+    points, run = mlflow_history(played)
+    assert points == {name: sorted(values) for name, values in expected(BEFORE + AFTER).items()}
+    assert (run.data.metrics["reward/mean"], run.info.status) == (5 / 7, "FINISHED")
     [table] = Path(run.info.artifact_uri, "completions").iterdir()
     titles, best, failed = csv.reader(io.StringIO(table.read_text()))
     assert (table.name, titles[1:3]) == ("step-000003.csv", ["prompt", "completion"])
     assert best == ["3", PROMPT, f"'{TEXT}", "1.0", "a 1", "1.5", "stop"]  # no formula for a spreadsheet
     assert failed[2:5] == ["No.", "", ""]
-    assert run.data.params["optim.lr"] == "1.5e-05"
-    assert run.data.tags["rlpost.folder"] == str(played)
-    assert (run.info.run_name, run.info.status) == ("run", "KILLED")
-
-
-def test_mlflow_goes_on_under_the_same_id_and_has_undone_steps_twice(tmp_path: Path) -> None:
-    crash_and_resume(MLflowSettings(), tmp_path / "run")
-    points, run = mlflow_history(tmp_path / "run")
-    assert points == {name: sorted(values) for name, values in expected(BEFORE + AFTER).items()}
-    assert run.data.metrics["reward/mean"] == 5 / 7
-    assert run.info.status == "FINISHED"
+    assert (run.data.params["optim.lr"], run.data.tags["rlpost.folder"]) == ("1.5e-05", str(played))
 
 
 def test_mlflow_gets_the_password_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

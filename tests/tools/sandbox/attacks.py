@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlpost.sandbox import Execution, Limits, Sandbox
+from rlpost.sandbox import Execution, Sandbox, Session
 from rlpost.tools.sandbox.sandbox import ENVIRONMENT
 
 # Inside: `attempt` prints what a forbidden thing raises, or that it went well
@@ -75,6 +77,18 @@ def number_of(name: str) -> int:
     return CALLS[name][0 if platform.machine() == "x86_64" else 1]
 
 
+def run(where: Sandbox | Session, code: str, seconds: float = 60.0, **more: Any) -> Execution:
+    """Run `code`, by default for longer than any program of a test takes."""
+    return where.run(code, timeout_seconds=seconds, **more)
+
+
+def open_to_all(folder: Path) -> None:
+    """Let other users into `folder`: those above it that are pytest's are open to their owner alone."""
+    above = itertools.takewhile(lambda parent: "pytest" in str(parent), folder.parents)
+    for each in (folder, *above):
+        each.chmod(0o755)
+
+
 class Attacked:
     """A sandbox whose processes carry a mark of their own, by which survivors are found."""
 
@@ -90,7 +104,7 @@ class Attacked:
         """Run `code`, see that it ended in time and that nothing of it is left."""
         self.sandbox.prove()
         started = time.monotonic()
-        execution = self.sandbox.run(PRELUDE + code, timeout_seconds=seconds)
+        execution = run(self.sandbox, PRELUDE + code, seconds)
         assert time.monotonic() - started < seconds + 60.0
         survivors = self.survivors()
         assert survivors == [], survivors
@@ -107,11 +121,6 @@ class Attacked:
             except OSError:  # ended meanwhile
                 pass
         return found
-
-
-@pytest.fixture
-def attacked(monkeypatch: pytest.MonkeyPatch) -> Attacked:
-    return Attacked(monkeypatch, Sandbox(limits=Limits(memory_mb=128)))
 
 
 def outcomes(execution: Execution) -> dict[str, str]:

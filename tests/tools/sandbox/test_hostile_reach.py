@@ -11,22 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.sandbox import Execution
+from rlpost.sandbox import Limits, Sandbox, Session
 from tests.bubblewrap import needs_bubblewrap
-from tests.tools.sandbox.attacks import Attacked, attacked, number_of, outcomes
-
-__all__ = ["attacked"]  # a fixture
+from tests.tools.sandbox.attacks import Attacked, number_of, open_to_all, outcomes, run
 
 pytestmark = needs_bubblewrap
 
 SECRET = "expected-answer-7f3a"
-
-
-@pytest.fixture
-def listener() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
 
 # Secrets
 
@@ -34,9 +25,7 @@ def listener() -> Iterator[int]:
 def test_no_file_of_the_machine_can_be_read(attacked: Attacked, tmp_path: Path) -> None:
     answers = tmp_path / "answers.json"
     answers.write_text(SECRET)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.is_relative_to("/tmp/") and folder != Path("/tmp"):
-            folder.chmod(0o755)
+    open_to_all(tmp_path)
     places = "/etc/shadow /etc/passwd /proc/1/environ /proc/self/environ /sys/kernel /var/log /run /dev/tty /dev/mem"
     places = [*places.split(), str(answers), __file__, os.path.expanduser("~/.bashrc")]
     code = f"""
@@ -125,14 +114,15 @@ attempt("remount", lambda: syscall({number_of("mount")}, b"x", b"/", b"x", 0x20,
     assert runner.read_bytes() == before
 
 
-def test_no_address_can_be_reached(attacked: Attacked, listener: int) -> None:
-    with socket.socket(socket.AF_UNIX) as abstract:
+def test_no_address_can_be_reached(attacked: Attacked) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as abstract:
+        port = listener.getsockname()[1]
         abstract.bind("\0rlpost-test-abstract")
         abstract.listen()
         code = f"""
 import socket
-attempt("loopback", lambda: socket.create_connection(("127.0.0.1", {listener}), 2))
-attempt("loopback6", lambda: socket.create_connection(("::1", {listener}), 2))
+attempt("loopback", lambda: socket.create_connection(("127.0.0.1", {port}), 2))
+attempt("loopback6", lambda: socket.create_connection(("::1", {port}), 2))
 attempt("outside", lambda: socket.create_connection(("8.8.8.8", 53), 2))
 attempt("datagram", lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("8.8.8.8", 53)))
 attempt("name", lambda: socket.getaddrinfo("example.com", 80))
@@ -183,8 +173,7 @@ time.sleep(0.1)
 print("left behind")
 """
     execution = attacked.run(code)
-    assert execution.claims_success
-    assert execution.stdout == "left behind\n"
+    assert (execution.claims_success, execution.stdout) == (True, "left behind\n")
 
 
 def test_the_kernels_ways_out_are_shut(attacked: Attacked) -> None:
@@ -254,24 +243,98 @@ def test_a_program_that_did_not_reach_its_end_is_no_success(attacked: Attacked, 
     assert not attacked.run(code, 3.0).claims_success
 
 
-def verdict(execution: Execution, expected: str) -> bool:
-    """How a program's answer is judged: outside, by text, so that the answer expected is never inside."""
-    return execution.claims_success and execution.stdout.splitlines()[-1:] == [expected]
+# An answer that is compared outside is what the program gave, and no more
 
 
-CHEATS = {
-    "equals everything": "class Any:\n  __eq__ = lambda *_: True\ndef solve(n): return Any()",
-    "leaves early": "def solve(n): print('49'); os._exit(0)",
-    "patches the comparison": "import builtins; builtins.print = lambda *_: None\ndef solve(n): return 0",
-    "prints what success may look like": "def solve(n): return 'PASSED 1/1 ok True success'",
-    "looks through the frames": "def solve(n): return [v for v in sys._getframe(1).f_globals.values() if v == 49] or 0",
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with Sandbox(limits=Limits(memory_mb=128)).session() as session:
+        yield session
+
+
+def passes(session: Session, program: str, seconds: float = 20.0) -> bool:
+    """Whether `solve` squares its number: asked of the program, judged here."""
+    run(session, program, seconds)
+    answer = session.ask("solve(7)", timeout_seconds=seconds)
+    return answer.given and answer.value == 49
+
+
+# Each finds the report that says that a program has ended, in one of the ways Python offers, and sends it
+FORGED = """
+import os, sys
+def send(nonce, ended=b"\\0"):
+    for pipe in range(3, 64):
+        try: os.write(pipe, nonce + ended)
+        except OSError: pass
+    os._exit(0)
+"""
+
+LIES = {
+    "takes the nonce from a frame": FORGED
+    + """
+frame = sys._getframe()
+while frame:
+    for name, value in list(frame.f_locals.items()):
+        if name == "nonce": send(value)
+    frame = frame.f_back""",
+    "takes the nonce from the collector": FORGED
+    + """
+import gc
+for thing in gc.get_objects():
+    if getattr(thing, "__name__", "") == "report": send(thing.__defaults__[0])""",
+    "ends what it is run by": """
+import gc
+for thing in gc.get_objects():
+    if getattr(thing, "__name__", "") == "report":
+        thing.__defaults__[1][:] = [0]; thing(); __import__("os")._exit(0)""",
+    "jumps over the question": """
+import sys
+def solve(n): sys.settrace(lambda *_: None); raise SystemExit(0)""",
+    "equals everything": "class A:\n  __eq__ = lambda *_: True\ndef solve(n): return A()",
+    "is an int that says otherwise": "class A(int):\n  __eq__ = lambda *_: True\ndef solve(n): return A(3)",
+    "prints answers": "def solve(n):\n  for guess in range(60): print(guess)\n  return None",
+    "gives what success may look like": "def solve(n): return 'PASSED 1/1 ok True success'",
+    "looks through the frames": "import sys\ndef solve(n):\n  frame = sys._getframe(1)\n"
+    "  return [v for v in frame.f_globals.values() if v == 49] or 0",
+    "prints for ascii": "import builtins\nbuiltins.ascii = lambda x: 'True'\ndef solve(n): return 0",
+    "takes print away": "import builtins\nbuiltins.print = lambda *a, **k: None\ndef solve(n): return 49",
+    "takes stdout away": "import sys\nsys.stdout = None\ndef solve(n): return 49",
+    "leaves while it is asked": "import os\ndef solve(n): print(49); os._exit(0)",
+    "is asked in two processes": "import os\ndef solve(n): return 49 if os.fork() == 0 and os._exit(0) else 0",
+    "raises": "def solve(n): raise ValueError(49)",
+    "gives what repr cannot write": "def solve(n): return object()",
+    "gives what is too deep": "class A: __repr__ = lambda self: '[' * 30000 + ']' * 30000\nsolve = lambda n: A()",
+    "gives signs without end": "class A: __repr__ = lambda self: '-' * 60000 + '1'\nsolve = lambda n: A()",
+    "gives a call": "class A: __repr__ = lambda self: '__import__(\"os\").getpid()'\nsolve = lambda n: A()",
+    "gives a sum": "class A: __repr__ = lambda self: '9**9**9'\nsolve = lambda n: A()",
+    "gives more than is kept": "def solve(n): return [49] * 10**6",
+    "replaces the module": "import sys\nsys.modules['__main__'] = sys\ndef solve(n): return -49",
 }
 
 
-@pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS.keys())
-def test_an_answer_judged_outside_cannot_be_faked(attacked: Attacked, code: str) -> None:
-    assert not verdict(attacked.run(f"{code}\nprint(repr(solve(7)))"), "49")
+@pytest.mark.parametrize("program", LIES.values(), ids=LIES.keys())
+def test_no_lie_is_taken_for_the_answer(session: Session, program: str) -> None:
+    assert not passes(session, program, 5.0)
 
 
-def test_an_honest_answer_is_a_success(attacked: Attacked) -> None:
-    assert verdict(attacked.run("def solve(n): return n * n\nprint(repr(solve(7)))"), "49")
+def test_a_program_that_spins_when_it_is_asked_is_ended(session: Session) -> None:
+    spinning = "def solve(n):\n  while True: pass"
+    assert not passes(session, spinning, 1.0)
+    assert session.restarts == 1
+
+
+def test_an_honest_program_is_asked_any_number_of_things(session: Session) -> None:
+    run(session, "print('hello')\ndef solve(n): print('at work'); return n * n")
+    answers = {
+        "solve(7)": 49,
+        "[solve(n) for n in range(3)]": [0, 1, 4],
+        "'é\\n', {'a': (1.5, None)}, {2}": ("é\n", {"a": (1.5, None)}, {2}),
+        "print(1)": None,
+    }
+    for question, value in answers.items():
+        answer = session.ask(question, timeout_seconds=20.0)
+        assert (answer.given, answer.value) == (True, value)
+    failed = session.ask("solve('x')", timeout_seconds=20.0)
+    assert (failed.given, failed.value) == (False, None)
+    assert "TypeError" in failed.execution.stderr
+    assert not session.ask("1 +", timeout_seconds=20.0).given

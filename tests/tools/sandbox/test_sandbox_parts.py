@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import struct
 
@@ -84,7 +85,7 @@ def test_other_calling_conventions_are_no_way_around_the_filter() -> None:
 
 
 def test_a_machine_whose_calls_are_not_known_has_no_sandbox() -> None:
-    with pytest.raises(SandboxError, match="not of riscv64: ask for the weaker mode"):
+    with pytest.raises(SandboxError, match="riscv64"):
         seccomp_filter("riscv64")
 
 
@@ -92,7 +93,7 @@ def test_the_beginning_and_the_end_of_output_are_kept() -> None:
     capture = Capture(10)
     for part in (b"abc", b"defgh", b"", b"ijklmnop", b"q"):
         capture.add(part)
-    assert capture.text() == "abcde\n[7 bytes left out]\nmnopq"
+    assert re.fullmatch(r"abcde\n\[7 .*\]\nmnopq", capture.text())
     assert (capture.total, capture.cut_bytes) == (17, 7)
     whole = Capture(10)
     whole.add(b"0123456789")
@@ -107,6 +108,7 @@ def test_the_beginning_and_the_end_of_output_are_kept() -> None:
     [
         (None, KilledBy.time, "Code execution timed out"),
         (None, KilledBy.files, "Code execution made more files than it is allowed"),
+        (None, KilledBy.memory, "Code execution took more memory than it is allowed"),
         (139, None, "Python was ended by SIGSEGV"),
         (255, None, "Python was ended by signal 127"),
         (7, None, "Python ended early with exit code 7"),
@@ -120,13 +122,11 @@ def test_what_ended_a_program_is_said_in_words(exit_code: int | None, killed_by:
 
 def test_limits_become_those_of_a_process() -> None:
     rlimits = Limits(memory_mb=100, processes=5, disk_mb=2).rlimits(cpu_seconds=9, other_tasks=1000)
-    assert rlimits[resource.RLIMIT_AS] == 104_857_600
-    assert rlimits[resource.RLIMIT_FSIZE] == 2_097_152
-    assert rlimits[resource.RLIMIT_NPROC] == 1005
-    assert rlimits[resource.RLIMIT_CPU] == 9
+    kinds = resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_CPU
+    assert [rlimits[kind] for kind in kinds] == [104_857_600, 2_097_152, 1005, 9]
 
 
-def test_processes_are_counted_with_the_users_own_only_where_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_other_processes_count_if_the_kernel_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.release", lambda: "5.10.0-28-amd64")
     assert tasks_counted_with(own_user=True, own_namespace=True) == 0
     assert tasks_counted_with(own_user=False, own_namespace=True) >= 1  # at least this very process
