@@ -16,6 +16,7 @@ from rlpost.estimate.needs import (
     Machine,
     Needs,
     When,
+    Work,
     floor,
     longest_that_fits,
     needs_of,
@@ -45,20 +46,20 @@ def settings(*words: str, command: Any = TRAIN_GRPO) -> Any:
     return compose(command, list(words)).settings
 
 
-def parts(*words: str, shape: Shape = SMALL, gpu: int | None = None, command: Any = TRAIN_GRPO) -> dict[str, int]:
-    work = work_of(settings(*words, command=command), shape, gpu_bytes=gpu)
-    return {part.name: part.bytes for part in parts_of(work)}
+def work(*words: str, shape: Shape = SMALL, command: Any = TRAIN_GRPO) -> Work:
+    return work_of(settings(*words, command=command), shape, gpu_bytes=None)
 
 
-def needs(
-    *words: str,
-    shape: Shape,
-    host: int,
-    disk: int = 1000 * GB,
-    gpu: Room | None = None,
-    command: Any = TRAIN_GRPO,
-) -> Needs:
-    return needs_of(settings(*words, command=command), shape, Machine(Room(host, host), gpu, Room(disk, disk)))
+def parts(*words: str, command: Any = TRAIN_GRPO) -> dict[str, int]:
+    return {part.name: part.bytes for part in parts_of(work(*words, command=command))}
+
+
+def on_host(*words: str, shape: Shape, command: Any = TRAIN_GRPO) -> int:
+    return peak(parts_of(work(*words, shape=shape, command=command)), on_gpu=False)
+
+
+def needs(*words: str, shape: Shape, host: int, disk: int = 1000 * GB, gpu: Room | None = None) -> Needs:
+    return needs_of(settings(*words), shape, Machine(Room(host, host), gpu, Room(disk, disk)))
 
 
 FLOAT32 = ("policy=transformers", "model.dtype=float32")
@@ -68,8 +69,8 @@ def test_full_training_holds_weights_gradients_and_two_moments() -> None:
     found = parts(*FLOAT32)
     assert (found["weights"], found["gradients"], found["moments"]) == (4000, 4000, 8000)
     assert "reference" not in found
-    work = replace(work_of(settings(*FLOAT32), SMALL, gpu_bytes=None), eight_bit=True)
-    assert {part.name: part.bytes for part in parts_of(work)}["moments"] == 2000
+    eight_bit = parts_of(replace(work(*FLOAT32), eight_bit=True))
+    assert {part.name: part.bytes for part in eight_bit}["moments"] == 2000
 
 
 def test_a_kl_penalty_keeps_the_starting_weights() -> None:
@@ -87,9 +88,8 @@ def test_a_teacher_is_held_and_its_logits_beside_the_models() -> None:
 def test_a_run_as_it_is_comes_near_what_was_measured() -> None:
     """docs/memory.md: 4.4 GB where products are in bfloat16, 4.5 in float32."""
     for autocast, measured in (("bfloat16", 4.4), ("none", 4.5)):
-        composed = settings("policy=vllm", f"model.autocast={autocast}")
-        estimated = peak(parts_of(work_of(composed, SMOLLM2, gpu_bytes=None)), on_gpu=False) / GB
-        assert estimated == pytest.approx(measured, rel=0.15)
+        estimated = on_host("policy=vllm", f"model.autocast={autocast}", shape=SMOLLM2)
+        assert estimated / GB == pytest.approx(measured, rel=0.15)
 
 
 def test_head_gradient_of_a_microbatch_is_held_beside_the_others() -> None:
@@ -98,9 +98,8 @@ def test_head_gradient_of_a_microbatch_is_held_beside_the_others() -> None:
 
 
 def test_auto_counts_the_precision_that_takes_more_on_a_cpu() -> None:
-    def host(autocast: str, *words: str) -> int:
-        asked = settings(*words, f"model.autocast={autocast}", "env=gsm8k", command=TRAIN_SFT)
-        return peak(parts_of(work_of(asked, GEMMA, gpu_bytes=None)), on_gpu=False)
+    def host(autocast: str, most: str) -> int:
+        return on_host(most, f"model.autocast={autocast}", "env=gsm8k", shape=GEMMA, command=TRAIN_SFT)
 
     # the copies of 268M weights in bfloat16 take more than it saves of 384 tokens, and less than of 2,048
     few, many = "max_tokens=384", "max_tokens=2048"
@@ -111,8 +110,7 @@ def test_auto_counts_the_precision_that_takes_more_on_a_cpu() -> None:
 def test_large_vocabulary_comes_near_what_was_measured() -> None:
     """Three steps on GSM8K, products in bfloat16: memory/peak_gb was 7.57."""
     words = ["env=gsm8k", "max_tokens=512", "minibatch_size=16", "model.autocast=bfloat16"]
-    work = work_of(settings(*words, command=TRAIN_SFT), GEMMA, gpu_bytes=None)
-    assert peak(parts_of(work), on_gpu=False) / GB == pytest.approx(7.57, rel=0.1)
+    assert on_host(*words, shape=GEMMA, command=TRAIN_SFT) / GB == pytest.approx(7.57, rel=0.1)
 
 
 def test_fine_tuning_samples_only_where_accuracy_is_asked_for() -> None:
@@ -121,8 +119,7 @@ def test_fine_tuning_samples_only_where_accuracy_is_asked_for() -> None:
 
 
 def test_seven_billion_in_float32_are_over_120_gb_beside_vllm() -> None:
-    work = work_of(settings("model=qwen-7b", "policy=vllm", "model.dtype=float32"), QWEN_7B, gpu_bytes=None)
-    found = parts_of(work)
+    found = parts_of(work("model=qwen-7b", "policy=vllm", "model.dtype=float32", shape=QWEN_7B))
     trained = sum(part.bytes for part in found if part.name in ("weights", "gradients", "moments"))
     assert trained == 16 * 7_615_616_512  # 121.8 GB
     assert floor(found, on_gpu=False) > trained + 2 * 7_615_616_512
@@ -130,7 +127,7 @@ def test_seven_billion_in_float32_are_over_120_gb_beside_vllm() -> None:
 
 
 def test_what_comes_and_goes_is_counted_once() -> None:
-    found = parts_of(work_of(settings(*FLOAT32), SMOLLM2, gpu_bytes=None))
+    found = parts_of(work(*FLOAT32, shape=SMOLLM2))
     phases = {when: sum(part.bytes for part in found if part.when is when) for when in When}
     assert min(phases.values()) > 0
     assert peak(found, on_gpu=False) == sum(phases.values()) - min(phases[When.training], phases[When.sampling])
@@ -165,7 +162,7 @@ def test_a_training_that_cannot_fit_is_refused_with_advice(says: Says) -> None:
 
 
 def test_what_may_not_fit_is_said_and_not_refused(says: Says) -> None:
-    least = floor(parts_of(work_of(settings(*FLOAT32), SMOLLM2, gpu_bytes=None)), on_gpu=False)
+    least = floor(parts_of(work(*FLOAT32, shape=SMOLLM2)), on_gpu=False)
     tight = needs(*FLOAT32, shape=SMOLLM2, host=least + GB // 10)
     tight.check("smollm2")
     says("train", needs_facts(tight)[-1])
@@ -207,7 +204,7 @@ def test_a_row_holds_the_prompt_of_each_turn_rendered_anew() -> None:
     words = (*turns, "env.max_observation_tokens=5", "prompts_per_step=1", "group_size=2")
 
     def microbatch(*more: str) -> int:
-        return work_of(settings(*words, *more), SMALL, gpu_bytes=None).microbatch
+        return work(*words, *more).microbatch
 
     assert microbatch("env.history=keep") == 2 * (20 + 3 * 10 + 2 * 5)
     # prompts of 20, then 15 more for a turn and an answer to it, then 15 more

@@ -12,7 +12,6 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room
-from rlpost.train import grpo
 from tests.says import Says
 from tests.trainings import metrics, train_in
 
@@ -22,27 +21,13 @@ ONE_STEP = [*TINY, "steps=1", "eval.enabled=false", "prompts_per_step=1", "group
 
 
 @pytest.fixture
-def assembled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths of the models of which the parts of a training were made."""
-    paths: list[str] = []
-    original = grpo.assemble_grpo
-
-    def noted(settings: grpo.GRPOSettings, checkpoint: Path | None = None) -> grpo.GRPOParts:
-        paths.append(settings.model.path)
-        return original(settings, checkpoint)
-
-    monkeypatch.setattr(grpo, "assemble", noted)
-    return paths
-
-
-@pytest.fixture
 def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Gives the machine so many bytes of memory, all of them free."""
     return lambda size: monkeypatch.setattr("rlpost.estimate.needs.host_memory", lambda: Room(size, size))
 
 
 def test_a_training_says_what_it_takes_and_trains(
-    tmp_path: Path, memory_of: Callable[[int], None], capsys: pytest.CaptureFixture[str], assembled: list[str]
+    tmp_path: Path, memory_of: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory_of(64 * GB)
     assert train_in(TRAIN_GRPO, tmp_path / "r", ONE_STEP) == 0
@@ -56,7 +41,6 @@ def test_a_training_says_what_it_takes_and_trains(
     assert at_most == pytest.approx(1.2 * about, abs=1)
     assert " 1.09 MB " in disk  # 3 x 4 x 90,624
     assert not any(line.startswith("fits") for line in lines)
-    assert assembled == ["builtin:tiny"]
     assert [line["step"] for line in metrics(tmp_path / "r")] == [1]
 
 
@@ -64,13 +48,11 @@ def test_a_training_that_may_not_fit_says_what_helps_and_goes_on(
     tmp_path: Path,
     memory_of: Callable[[int], None],
     capsys: pytest.CaptureFixture[str],
-    assembled: list[str],
     says: Says,
 ) -> None:
     memory_of(GB // 2)
     assert train_in(TRAIN_GRPO, tmp_path / "r", ONE_STEP) == 0
     says("train", capsys.readouterr().out.splitlines()[2])
-    assert assembled == ["builtin:tiny"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +69,6 @@ def test_a_training_that_cannot_fit_is_refused_before_loading(
     tmp_path: Path,
     memory_of: Callable[[int], None],
     capsys: pytest.CaptureFixture[str],
-    assembled: list[str],
     says: Says,
 ) -> None:
     memory_of(memory)
@@ -99,7 +80,6 @@ def test_a_training_that_cannot_fit_is_refused_before_loading(
     captured = capsys.readouterr()
     assert captured.err == f"error: {refused.value}\n"
     says("train", captured.err + captured.out)  # neither an estimate nor the model that would be loaded
-    assert assembled == []
     for folder in (tmp_path / "r", tmp_path / "s"):
         assert not (folder / "checkpoints").exists()
         assert not (folder / "metrics.jsonl").exists()

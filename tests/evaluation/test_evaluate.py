@@ -40,7 +40,7 @@ def four(conversation: Make) -> list[Conversation]:
     ]  # fmt: skip
 
 
-def test_a_failed_reward_is_left_out_of_everything_and_counted(conversation: Make) -> None:
+def test_a_failed_reward_is_left_out_of_everything_and_counted(conversation: Make, says: Says) -> None:
     result = summarise(four(conversation))
     assert (result.num_prompts, result.num_failed) == (3, 1)
     assert result.accuracy_lenient == share(2, 3)
@@ -49,6 +49,7 @@ def test_a_failed_reward_is_left_out_of_everything_and_counted(conversation: Mak
     assert result.reward_mean == 0.5
     assert result.reward_parts == pytest.approx({"a": 0.6, "b": 0.3})  # over those that have the part
     assert result.tokens_mean == pytest.approx((2 + 4 + 2) / 3)  # sampled ids only
+    says("eval", "\n".join(result.lines()))
 
 
 def test_an_accuracy_that_few_prompts_have_says_how_many(conversation: Make, says: Says) -> None:
@@ -61,18 +62,11 @@ def test_an_accuracy_that_few_prompts_have_says_how_many(conversation: Make, say
     assert "eval/accuracy_strict_prompts" not in metrics
 
 
-def test_a_result_reads_as_a_small_table(conversation: Make, says: Says) -> None:
-    says("eval", "\n".join(summarise(four(conversation)).lines()))
-
-
 def test_instruction_accuracies_are_shares_of_all_instructions(conversation: Make) -> None:
     verdicts = [{"strict": [True, False, False], "loose": [True, True, False]}, {"strict": [True], "loose": [True]}]
-    result = summarise(
-        [
-            conversation(n, accuracy_strict=float(n), accuracy_lenient=float(n), instructions=given)
-            for n, given in enumerate(verdicts)
-        ]
-    )
+    marks = [{"accuracy_strict": n, "accuracy_lenient": n, "instructions": row} for n, row in enumerate(verdicts)]
+    played = [conversation(n, **each) for n, each in enumerate(marks)]
+    result = summarise(played)
     assert {reading: share.value for reading, share in result.instructions.items()} == {"strict": 2 / 4, "loose": 3 / 4}
     assert result.metrics()["eval/instructions_loose"] == 3 / 4
     assert [line.split("[")[0].split() for line in result.lines()[1:4]] == [

@@ -96,5 +96,5 @@ def test_a_damaged_table_and_one_of_other_columns_are_refused() -> None:
     with pytest.raises(DataError, match=r"samples\.parquet"):
         read_evaluation(table)
     (made / "result.json").write_text("{")
-    with pytest.raises(DataError, match=r"result\.json"):
+    with pytest.raises(DataError, match=r"samples\.parquet"):
         read_evaluation(table)

@@ -44,24 +44,13 @@ def made(conversation: Callable[..., Conversation], tiny_tokenizer: Any) -> list
     conversations = []
     for group, sample, text, reward, right, reason in SAMPLES:
         query = f"What is {group}?"
-        asked = [{"role": "user", "content": query}]
-        rendered = tiny_tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-        conversations.append(
-            conversation(
-                group,
-                sample,
-                query=query,
-                text=text,
-                prompt_text=rendered,
-                prompt_ids=tiny_tokenizer(rendered, add_special_tokens=False)["input_ids"],
-                response_ids=[*tiny_tokenizer.encode(text), tiny_tokenizer.eos_token_id],
-                reward=reward,
-                valid=reward is not None,
-                accuracy_lenient=right,
-                finish_reason=reason,
-                task={"number": group},
-            )
-        )
+        messages = [{"role": "user", "content": query}]
+        rendered = tiny_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        prompt_ids = tiny_tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        ids = {"prompt_ids": prompt_ids, "response_ids": [*tiny_tokenizer.encode(text), tiny_tokenizer.eos_token_id]}
+        outcome = {"reward": reward, "valid": reward is not None, "accuracy_lenient": right, "finish_reason": reason}
+        asked = {"query": query, "prompt_text": rendered, "task": {"number": group}}
+        conversations.append(conversation(group, sample, text=text, **asked, **ids, **outcome))
     return conversations
 
 

@@ -109,7 +109,7 @@ def test_a_failed_reward_is_in_no_rate(here: Path) -> None:
 
 
 def test_a_file_without_rates_is_refused(here: Path) -> None:
-    with pytest.raises(DataError, match=r"env\.pass_rates=rows\.jsonl .*'prompt'"):
+    with pytest.raises(DataError, match=r"env\.pass_rates=rows\.jsonl .*'pass_rate'"):
         read_rates("rows.jsonl")
     with pytest.raises(DataError, match=r"env\.pass_rates=nope"):
         read_rates("nope")

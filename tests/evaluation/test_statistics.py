@@ -46,11 +46,6 @@ def test_one_completion_a_prompt_has_a_corrected_wilson_interval(successes: int,
     assert share.prompts == trials
 
 
-def test_completions_that_always_agree_count_once_a_prompt() -> None:
-    values = [1.0] * 10 + [0.0] * 30
-    assert Share.of(values, samples=8 * 40) == Share.of(values)
-
-
 def test_no_interval_is_narrower_than_of_independent_completions() -> None:
     alike, coins = Share.of([0.5] * 50, samples=100), Share.of([1.0, 0.0] * 50)
     assert (alike.low, alike.high) == pytest.approx((coins.low, coins.high), abs=1e-3)

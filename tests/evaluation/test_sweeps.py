@@ -102,11 +102,11 @@ def test_one_seed_without_held_out_prompts_tells_nothing(tmp_path: Path, says: S
         (tmp_path / words).mkdir()
         rows = [{"step": i, "reward/mean": float(number)} for i in range(8)]
         (tmp_path / words / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = read_sweep(made(tmp_path / "s", {"lr=1": trained(None), "lr=2": trained(None)}))
-    assert found.by == "late reward"
-    assert found.verdict is not None
-    assert not found.verdict.better
-    says("train", found.verdict.sentence)
+    folder = made(tmp_path / "s", {"lr=1": trained(None), "lr=2": trained(None)})
+    assert read_sweep(folder).by == "late reward"
+    verdict = verdict_of(folder)
+    assert not verdict.better
+    says("train", verdict.sentence)
 
 
 def test_held_out_losses_are_compared_and_the_smallest_is_first(tmp_path: Path) -> None:
@@ -138,11 +138,10 @@ def test_evaluations_of_two_models_are_compared_by_prompts(tmp_path: Path, says:
         jobs[name] = {"result": {"reward_mean": right / 40, "num_prompts": 40, "accuracy_lenient": accuracy}}
     told = [{"name": n, "differs": dict([n.split("=")]), "exit_code": 0, "result": r} for n, r in jobs.items()]
     (tmp_path / "sweep.json").write_text(json.dumps({"jobs": told}))
-    found = read_sweep(tmp_path)
-    assert found.by == "accuracy"
-    assert found.verdict is not None
-    assert found.verdict.better
-    says("eval", found.verdict.sentence)
+    assert read_sweep(tmp_path).by == "accuracy"
+    verdict = verdict_of(tmp_path)
+    assert verdict.better
+    says("eval", verdict.sentence)
 
 
 def test_different_held_out_prompts_are_not_compared(tmp_path: Path) -> None:

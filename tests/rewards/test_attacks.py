@@ -43,9 +43,8 @@ def attack_on_file(folder: Path, source: str, seconds: float = 5.0) -> Attack:
     return sample_attack(reward, seconds=seconds)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_sound_reward_has_no_fault(tmp_path: Path, is_async: bool) -> None:
-    checks = attack_reward(attack_on_file(tmp_path, AWAITED) if is_async else attack_on(tmp_path, RIGHT))
+def test_a_sound_async_reward_has_no_fault(tmp_path: Path) -> None:
+    checks = attack_reward(attack_on_file(tmp_path, AWAITED))
     assert [check for check in checks if check.verdict is not Verdict.ok] == []
     assert len({check.name for check in checks}) == 14
 

@@ -1,4 +1,4 @@
-"""IFEval's verdicts: kind by kind, against the published ones, and the same in every process and thread."""
+"""Verdicts of IFEval and IFBench: kind by kind, against the published ones, the same in every process and thread."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from rlpost.envs.chat import record
 from rlpost.errors import DataError, MissingExtraError, RewardError
 from rlpost.evaluation.play import summarise
 from rlpost.rewards import ifeval
-from rlpost.rewards.ifeval import IFEVAL, Judged, replies_to, score, verdicts
+from rlpost.rewards.ifbench import IFBENCH
+from rlpost.rewards.ifeval import IFEVAL, InstructionSet, Judged, replies_to, score, verdicts
 from tests.rewards.instruction_data import (
+    IFBENCH_ROWS,
     IFEVAL_REPLIES,
     IFEVAL_ROWS,
     IFEVAL_VERDICTS,
     NLTK_DATA,
     find_nltk_data_in,
+    needs_ifbench,
     needs_ifeval,
     needs_nltk_data,
     rows_of,
@@ -83,19 +86,25 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("startend:quotation", {}, ' "So." ', '"So."?'),
     ("change_case:english_capital", {}, LONG.upper(), LONG),
     ("change_case:english_capital", {}, LONG.upper() + " 12!", GERMAN.upper()),
+    ("change_case:english_capital", {}, LONG.upper(), "12"),  # no capital letter
     ("change_case:english_lowercase", {}, LONG.lower(), GERMAN.lower()),
     ("punctuation:no_comma", {}, "No; none", "Yes, one"),
 ]
 WITH_NLTK = [
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": "at least"},
-        "Mr. X ran. Hi.",
-        "Mr. X ran.",
-    ),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "Mr. X ran. Go", "Mr. X ran"),
     ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "Mr. X came.", "Hi. You?"),
     ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, "A VER", "a VER"),
     ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "less than"}, "a VER", "A VER"),
+]
+OF_IFBENCH: list[tuple[str, dict[str, Any], str, str]] = [
+    ("count:word_count_range", {"min_words": 2.0, "max_words": 3.0}, "one two three", "one two three four"),
+    ("count:keywords_multiple", {f"keyword{n}": w for n, w in enumerate("abcde", 1)}, "a bb ccc ddddd eeeeeee", "a b"),
+    ("words:alphabet", {}, "all bees come down", "all bees do"),
+    ("sentence:keyword", {"N": 2.0, "word": "mill"}, "It rained. The mill stood.", "The mill. It stood."),
+    ("format:options", {"options": "yes/no/maybe"}, "Maybe.", "Perhaps."),
+    ("repeat:repeat_change", {"prompt_to_repeat": "Say it again"}, "Shout it again", "Say it again"),
+    ("repeat:repeat_span", {"prompt_to_repeat": "Say it once again", "n_start": 1, "n_end": 3}, " It once\n", "it"),
+    ("repeat:repeat_span", {"prompt_to_repeat": "Say it once again", "n_start": 0, "n_end": 2}, "say it", "it"),
 ]
 
 
@@ -105,13 +114,19 @@ def nltk_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kwargs", "follows", "breaks"),
-    [*CASES, *(pytest.param(*case, marks=needs_nltk_data) for case in WITH_NLTK)],
-    ids=lambda v: v if isinstance(v, str) else "",
+    ("instructions", "kind", "kwargs", "follows", "breaks"),
+    [
+        *((IFEVAL, *case) for case in CASES),
+        *(pytest.param(IFEVAL, *case, marks=needs_nltk_data) for case in WITH_NLTK),
+        *((IFBENCH, *case) for case in OF_IFBENCH),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_kind_is_followed_or_not(kind: str, kwargs: dict[str, Any], follows: str, breaks: str) -> None:
-    assert verdicts([kind], [kwargs], "", follows) == ([True], [True])
-    assert verdicts([kind], [kwargs], "", breaks) == ([False], [False])
+def test_a_kind_is_followed_or_not(
+    instructions: InstructionSet, kind: str, kwargs: dict[str, Any], follows: str, breaks: str
+) -> None:
+    assert instructions.verdicts([kind], [kwargs], "", follows) == ([True], [True])
+    assert instructions.verdicts([kind], [kwargs], "", breaks) == ([False], [False])
 
 
 def test_the_cases_are_all_25_kinds() -> None:
@@ -120,25 +135,24 @@ def test_the_cases_are_all_25_kinds() -> None:
 
 
 @pytest.mark.parametrize(
-    "response",
+    ("response", "loosely"),
     [
-        "My words\n{}",
-        "{}\nMy words",
-        "My words\n{}\nMore",
-        "*{}*",
-        "*Sure*\n*{}*",
-        "*{}*\n*Sure*",
-        "Sure\n**{}**\nBye",
+        ("My words\n{}", True),
+        ("{}\nMy words", True),
+        ("My words\n{}\nMore", True),
+        ("*{}*", True),
+        ("*Sure*\n*{}*", True),
+        ("*{}*\n*Sure*", True),
+        ("Sure\n**{}**\nBye", True),
+        ("Sure\nOf course\n{}", False),
+        ("{}\nBye\nBye", False),
+        ("_{}_", False),
+        ("Sure {}", False),
     ],
 )
-def test_loosely_first_line_last_line_and_asterisks_are_left_out(response: str) -> None:
+def test_loosely_first_line_last_line_and_asterisks_are_left_out(response: str, loosely: bool) -> None:
     quoted = response.format('"So."')
-    assert verdicts(["startend:quotation"], [{}], "", quoted) == ([False], [True])
-
-
-def test_no_looser_reading_is_tried() -> None:
-    for response in ('Sure\nOf course\n"So."', '"So."\nBye\nBye', '_"So."_', 'Sure "So."'):
-        assert verdicts(["startend:quotation"], [{}], "", response) == ([False], [False])
+    assert verdicts(["startend:quotation"], [{}], "", quoted) == ([False], [loosely])
 
 
 @pytest.mark.parametrize("blank", ["", " ", "\n\t \n"])
@@ -162,10 +176,6 @@ def test_verdicts_stand_in_the_order_of_the_instructions() -> None:
 def test_a_reply_in_no_language_counts_as_following(language: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert verdicts(["language:response_language"], [{"language": language}], "", "12 + 30 = 42 !") == ([True], [True])
     assert capsys.readouterr() == ("", "")  # the original logs the whole reply
-
-
-def test_a_reply_without_letters_is_not_in_capitals() -> None:
-    assert verdicts(["change_case:english_capital"], [{}], "", "12") == ([False], [False])
 
 
 def test_the_sign_of_the_instruction_is_counted() -> None:
@@ -192,7 +202,6 @@ UNCHECKABLE: list[tuple[str, dict[str, Any]]] = [
     ("keywords:existence", {}),
     ("length_constraints:number_words", {"num_words": 3}),
     ("length_constraints:number_words", {"num_word": 3}),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "at most"}),
     ("punctuation:no_comma", {"n": 3}),
     ("detectable_content:number_placeholders", {"num_placeholders": -1}),
     ("keywords:letter_frequency", {"letter": "a", "let_frequency": 1, "let_relation": "at most"}),
@@ -208,6 +217,8 @@ def test_an_instruction_that_cannot_be_checked_is_an_error(says: Says) -> None:
             verdicts([kind], [kwargs], "", "A reply")
         refusals.append(str(refused.value))
     says("env", "\n".join(refusals))
+    with pytest.raises(DataError, match=r"number_words .*equal"):
+        verdicts(["length_constraints:number_words"], [{"num_words": 3, "relation": "equal"}], "", "A reply")
     with pytest.raises(DataError, match=" 0 for 1 "):
         verdicts(["punctuation:no_comma"], [], "", "A reply")
 
@@ -289,6 +300,45 @@ def test_the_extra_is_named_where_the_checkers_are_not_installed(monkeypatch: py
         verdicts(["punctuation:no_comma"], [{}], "", "A reply.")
 
 
+def run_offline(program: str, *arguments: str, surroundings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program that fails where it asks for the network."""
+    refuse = """
+import socket, sys
+def refused(*_): raise AssertionError("the network was asked for")
+socket.socket.connect = socket.getaddrinfo = refused
+"""
+    command = [sys.executable, "-c", refuse + program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=surroundings, check=True)
+
+
+# IFBench
+
+TAGGED = "words:start_verb"  # needs a tagger that NLTK downloads, which no package brings
+
+
+@needs_ifbench
+def test_each_row_of_the_58_kinds_is_checked_without_a_draw() -> None:
+    rows = [row for row in rows_of(IFBENCH_ROWS) if TAGGED not in row["instruction_id_list"]]
+    before = random.getstate()
+    assert [IFBENCH.complaint(row) for row in rows] == [None] * 294
+    assert random.getstate() == before
+    assert {kind for row in rows for kind in row["instruction_id_list"]} | {TAGGED} == set(IFBENCH.checkers())
+    assert len(IFBENCH.checkers()) == 58
+
+
+def test_the_import_of_the_checkers_downloads_nothing(tmp_path: Path) -> None:
+    program = """
+import nltk
+before = nltk.download
+from rlpost.rewards.ifbench import verdicts
+print(verdicts(["format:no_whitespace"], [{}], "", "one"), nltk.download == before)
+"""
+    surroundings = {**os.environ, "HOME": str(tmp_path), "NLTK_DATA": str(tmp_path)}
+    done = run_offline(program, surroundings=surroundings)
+    assert (done.stdout, done.stderr) == ("([True], [True]) True\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 # The published verdicts
 
 
@@ -344,9 +394,7 @@ def test_an_evaluation_reports_the_four_accuracies_of_the_paper(ours: Verdicts) 
 
 
 PROGRAM = """
-import json, socket, sys, time
-def refused(*_): raise AssertionError("the network was asked for")
-socket.socket.connect = socket.getaddrinfo = refused
+import json, time
 from rlpost.rewards.ifeval import verdicts
 rows, replies = ([json.loads(line) for line in open(file)] for file in sys.argv[1:])
 of = {r["prompt"]: r["response"] for r in replies}
@@ -361,10 +409,7 @@ def test_verdicts_need_no_network_and_are_those_of_any_process(ours: Verdicts, t
     surroundings = os.environ | {"HOME": str(tmp_path), "PYTHONHASHSEED": "7", "NLTK_DATA": str(NLTK_DATA)}
     if PACKAGED_NLTK_DATA() is not None:
         del surroundings["NLTK_DATA"]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(IFEVAL_ROWS), str(IFEVAL_REPLIES)],
-        capture_output=True, text=True, cwd=ROOT, env=surroundings, check=True,
-    )  # fmt: skip
+    done = run_offline(PROGRAM, str(IFEVAL_ROWS), str(IFEVAL_REPLIES), surroundings=surroundings)
     seconds, theirs = json.loads(done.stdout)  # of this process, imports included, whatever else the machine does
     assert {int(key): tuple(both) for key, both in theirs.items()} == ours
     assert done.stderr == ""

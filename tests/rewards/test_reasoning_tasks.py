@@ -61,16 +61,12 @@ def test_no_answer_is_too_long_or_holds_a_nul() -> None:
 
 
 def test_every_scorer_that_evaluates_its_answer_is_known() -> None:
-    evaluating = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
-    found = {task for task in tasks() if evaluating.search(inspect.getsource(_dataset_class(task).score_answer))}
-    # number_sorting evaluates the right answer alone
-    assert found - {"number_sorting"} == {*EVALUATE_LISTS, *EVALUATE_EXPRESSIONS}
-
-
-def _dataset_class(task: str) -> type:
     from reasoning_gym.factory import DATASETS
 
-    return DATASETS[task][0]
+    evaluating = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
+    found = {task for task in tasks() if evaluating.search(inspect.getsource(DATASETS[task][0].score_answer))}
+    # number_sorting evaluates the right answer alone
+    assert found - {"number_sorting"} == {*EVALUATE_LISTS, *EVALUATE_EXPRESSIONS}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +86,5 @@ def test_a_task_or_setting_that_is_not_there_is_refused(task: str, config: dict[
 
 
 def test_a_list_becomes_the_tuple_that_the_generator_has() -> None:
-    assert checked_config("countdown", {"operators": ["+", "-"], "min_numbers": 2}) == {
-        "operators": ("+", "-"),
-        "min_numbers": 2,
-    }
+    checked = checked_config("countdown", {"operators": ["+", "-"], "min_numbers": 2})
+    assert checked == {"operators": ("+", "-"), "min_numbers": 2}
