@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rlpost.cli.main import run
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import ConfigError, DataError
@@ -22,6 +21,7 @@ from rlpost.evaluation.pass_rates import (
     write_rates,
 )
 from rlpost.settings import DatasetSettings
+from tests.command_line import CommandLine
 from tests.says import Says
 
 ROWS = [{"prompt": f"Say {number}.", "answer": str(number)} for number in range(4)]
@@ -35,6 +35,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def rlpost(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
 def started(**settings: Any) -> tuple[DatasetEnv, DatasetSettings]:
     made = DatasetSettings(path="rows.jsonl", reward=["number"], held_out=0.0, **settings)
     env = DatasetEnv(made)
@@ -42,13 +47,9 @@ def started(**settings: Any) -> tuple[DatasetEnv, DatasetSettings]:
     return env, made
 
 
-def test_measured_rates_are_saved_and_choose_prompts(
-    here: Path, capsys: pytest.CaptureFixture[str], says: Says
-) -> None:
+def test_measured_rates_are_saved_and_choose_prompts(here: Path, rlpost: CommandLine, says: Says) -> None:
     # the scripted policy says 0, 1, 0, 1, ... so that the prompts 0 and 1 are right half of the time
-    assert run([*MEASURE.split(), "policy.replies=['0','1']", "eval.samples=4", "--out", "rates.jsonl"]) == 0
-    told = capsys.readouterr().out
-    says("data", told)
+    says("data", rlpost([*MEASURE.split(), "policy.replies=['0','1']", "eval.samples=4", "--out", "rates.jsonl"]))
     rates = read_rates("rates.jsonl")
     asked = [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
     assert [rates[prompt_digest(messages)] for messages in asked] == [0.5, 0.5, 0.0, 0.0]
@@ -57,8 +58,7 @@ def test_measured_rates_are_saved_and_choose_prompts(
     assert {c.query for c in env.draw(6)} == {"Say 0.", "Say 1."}
     words = "train grpo env=dataset env.path=rows.jsonl env.reward=number env.held_out=0 eval.enabled=false model=tiny"
     more = "policy=scripted steps=1 prompts_per_step=1 group_size=2 env.pass_rates=rates.jsonl env.max_pass_rate=0.4"
-    assert run([*words.split(), *more.split(), "--out", "run"]) == 0
-    assert re.search(r"2 of 4 .* \[0, 0\.4\]", capsys.readouterr().out)
+    assert re.search(r"2 of 4 .* \[0, 0\.4\]", rlpost(f"{words} {more} --out run"))
 
 
 def test_demonstrations_are_chosen_by_the_rates_of_their_prompts(here: Path) -> None:
@@ -78,11 +78,11 @@ def test_demonstrations_are_chosen_by_the_rates_of_their_prompts(here: Path) -> 
         choose_demonstrations(env, settings)
 
 
-def test_rates_already_measured_are_not_written_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_already_measured_are_not_written_over(here: Path, rlpost: CommandLine) -> None:
     Path("rates.jsonl").write_text("")
-    assert run([*MEASURE.split(), "--out", "rates.jsonl"]) == 2
+    refused = rlpost.refused([*MEASURE.split(), "--out", "rates.jsonl"])
+    assert "--out" in refused
     assert Path("rates.jsonl").read_text() == ""
-    assert "--out" in capsys.readouterr().err
 
 
 def test_prompts_that_were_not_measured_are_named(here: Path) -> None:

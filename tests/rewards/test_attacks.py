@@ -12,39 +12,27 @@ from rlpost.rewards.attacks import Attack, Check, Verdict, attack_reward, sample
 from rlpost.rewards.functions import WorkerReward, load_reward
 
 RIGHT = "text.strip() == wanted"
-AWAITED = f"""
-import asyncio
-async def attacked(completions, answer, **columns):
-    await asyncio.sleep(0.001)
-    return [float({RIGHT}) for text, wanted in zip(completions, answer)]
-"""
 
 
-def attack_on(folder: Path, value: str, *, begin: str = "", returned: str = "values", seconds: float = 5.0) -> Attack:
+def attack_on(
+    folder: Path, value: str, *, define: str = "def", begin: str = "", returned: str = "values", seconds: float = 5.0
+) -> Attack:
     """The attack on a reward of this `value`, an expression of a reply's text, its place, prompt and right answer."""
-    return attack_on_file(
-        folder,
-        f"""
-import random, re, time
-def attacked(completions, prompts, answer):
+    file = folder / "attacked.py"
+    file.write_text(f"""
+import asyncio, random, re, time
+{define} attacked(completions, prompts, answer):
     {begin}
     values = [{value} for place, (text, prompt, wanted) in enumerate(zip(completions, prompts, answer))]
     return {returned}
-""",
-        seconds,
-    )
-
-
-def attack_on_file(folder: Path, source: str, seconds: float = 5.0) -> Attack:
-    file = folder / "attacked.py"
-    file.write_text(source)
+""")
     reward = load_reward(f"{file}:attacked")
     assert isinstance(reward, WorkerReward)
     return sample_attack(reward, seconds=seconds)
 
 
 def test_a_sound_async_reward_has_no_fault(tmp_path: Path) -> None:
-    checks = attack_reward(attack_on_file(tmp_path, AWAITED))
+    checks = attack_reward(attack_on(tmp_path, RIGHT, define="async def", begin="await asyncio.sleep(0.001)"))
     assert [check for check in checks if check.verdict is not Verdict.ok] == []
     assert len({check.name for check in checks}) == 14
 
