@@ -1,4 +1,4 @@
-"""What a plan says of the hub, without asking it."""
+"""The downloads that a plan announces, without asking the hub."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from rlpost.cli.main import run
-from rlpost.config.packaged import PACKAGED, Packaged
+from rlpost.config.packaged import Packaged
 from rlpost.config.schema import conf_file, options, read_yaml
 from rlpost.envs import gsm8k, ifeval
 from rlpost.estimate import shape
 from rlpost.estimate.shape import HUB_DATASETS, HUB_MODELS, shape_of_model
 from rlpost.settings import MathSettings
+from tests.command_line import CommandLine
+from tests.says import Says
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -29,9 +30,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hf"
 
 
-def plan(capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
-    assert run(["train", *line.split(), "--dry-run"]) == 0
-    return capsys.readouterr().out.splitlines()
+@pytest.fixture
+def rlpost(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+def fetched(rlpost: CommandLine, words: str) -> str:
+    """The lines of a plan about models and datasets, and about memory if it is unknown."""
+    about = ("cached", "downloads", "memory  unknown")
+    return "\n".join(line for line in rlpost.lines(f"train {words} --dry-run") if line.startswith(about))
 
 
 def cache_model(home: Path, hub_id: str, tiny_folder: Path, *, revision: str = "main", commit: str = "abc") -> Path:
@@ -43,40 +50,26 @@ def cache_model(home: Path, hub_id: str, tiny_folder: Path, *, revision: str = "
 
 
 @pytest.mark.parametrize("verb", ["grpo", "sft"])
-def test_what_would_be_fetched_is_said_with_its_size(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = plan(capsys, f"{verb} model=qwen env=gsm8k")
-    assert f"downloads {QWEN} (about 1 GB)" in lines
-    assert "downloads openai/gsm8k (about 2.73 MB)" in lines
-    assert any(
-        line.startswith("memory  about ") and "weights 1.98, gradients 1.98, moments 3.95" in line for line in lines
-    )
+def test_what_would_be_fetched_is_said_with_its_size(verb: str, rlpost: CommandLine, says: Says) -> None:
+    words = f"{verb} model=qwen env=gsm8k"
+    says("train", fetched(rlpost, words))
+    assert "weights 1.98, gradients 1.98, moments 3.95" in rlpost(f"train {words} --dry-run")
 
 
-def test_without_a_hub_it_is_said_that_nothing_can_be_fetched(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("words", "offline"), [("grpo model=qwen", True), ("grpo model.path=Some/Model", False)])
+def test_what_cannot_be_fetched_or_sized_is_said(
+    words: str, offline: bool, rlpost: CommandLine, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder"
-    assert f"downloads {QWEN} (about 1 GB){offline}" in plan(capsys, "grpo model=qwen")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    says("train", fetched(rlpost, words))
 
 
-def test_the_size_of_an_unknown_model_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = plan(capsys, "grpo model.path=Some/Model")
-    assert "downloads Some/Model (size unknown while offline)" in lines
-    assert "memory  unknown until the configuration of Some/Model is downloaded" in lines
-
-
-def test_what_is_in_the_cache_is_not_fetched(
-    own_cache: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_in_the_cache_is_not_fetched(own_cache: Path, tiny_folder: Path, rlpost: CommandLine) -> None:
     snapshot = cache_model(own_cache, "Some/Model", tiny_folder)
     rows = own_cache / "datasets" / "openai___gsm8k"
     rows.mkdir(parents=True)
-    lines = plan(capsys, "grpo model.path=Some/Model env=gsm8k")
-    assert [line for line in lines if line.startswith(("cached", "downloads"))] == [
-        f"cached  Some/Model, in {snapshot}",
-        f"cached  openai/gsm8k, in {rows}",
-    ]
+    lines = fetched(rlpost, "grpo model.path=Some/Model env=gsm8k")
+    assert lines == f"cached  Some/Model, in {snapshot}\ncached  openai/gsm8k, in {rows}"
     assert shape_of_model("Some/Model") == shape_of_model("builtin:tiny")
 
 
@@ -86,28 +79,26 @@ def test_a_revision_is_looked_for_by_its_name(own_cache: Path, tiny_folder: Path
     assert shape.cached_snapshot("models", "Some/Model", "v2") == shape.cached_snapshot("models", "Some/Model", "abc")
 
 
-def test_a_download_that_stopped_half_way_is_fetched(
-    own_cache: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_download_that_stopped_half_way_is_fetched(own_cache: Path, tiny_folder: Path, rlpost: CommandLine) -> None:
     snapshot = cache_model(own_cache, QWEN, tiny_folder)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert f"downloads {QWEN} (about 1 GB)" in plan(capsys, "grpo model=qwen")
+    line = fetched(rlpost, "grpo model=qwen")
+    assert line.startswith("downloads")
 
 
 def test_the_packaged_model_is_fetched_only_without_its_package(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    rlpost: CommandLine, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     monkeypatch.setattr(Packaged, "parts", lambda _: [])
-    smollm2 = PACKAGED["packaged:smollm2"].hub_id
-    assert f"downloads {smollm2} (about 272 MB)" in plan(capsys, "grpo")
+    says("train", fetched(rlpost, "grpo"))
     monkeypatch.setattr(Packaged, "parts", lambda _: [Path("a.gguf")])
-    assert not any(line.startswith("downloads") for line in plan(capsys, "grpo"))
+    shown = rlpost("train grpo --dry-run")
+    assert "downloads" not in shown
 
 
-def test_as_json_it_is_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["train", "grpo", "model=qwen", "env=gsm8k", "--dry-run", "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
+def test_as_json_it_is_bytes(rlpost: CommandLine) -> None:
+    planned = rlpost.json("train grpo model=qwen env=gsm8k --dry-run")
     assert planned["fetches"][1] == {"id": "openai/gsm8k", "bytes": 2_726_000, "cached": None}
     parts = planned["estimate"]["memory"]["host"]["parts"]
     assert parts["weights"] == 4 * 494_032_768

@@ -68,7 +68,7 @@ def test_simulated_draws_have_their_mean_and_correlation(coverage: ModuleType) -
 
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.95, 0.98])
-def test_the_interval_of_a_reward_of_0_and_1_covers_near_its_ends(share: float) -> None:
+def test_the_interval_of_a_reward_of_0_and_1_covers_near_ends(share: float) -> None:
     """Each of the 65 outcomes of 64 prompts, by its chance: no simulation. Student's interval covers 72% at 0.02."""
     covered = 0.0
     for right in range(65):
@@ -79,14 +79,14 @@ def test_the_interval_of_a_reward_of_0_and_1_covers_near_its_ends(share: float) 
     assert covered >= 0.94
 
 
-def test_a_reward_of_two_values_has_the_interval_of_the_share_of_the_higher() -> None:
+def test_a_reward_of_two_values_has_the_interval_of_a_share() -> None:
     share = [0.0, 0.5, 1.0, 0.0, 0.0]
     _, low, high = share_interval(np.array(share), 10)
     found = reward_interval([[-1, -1], [-1, 3], [3, 3], [-1, -1], [-1, -1]])
     assert found == pytest.approx((-1 + 4 * float(low), -1 + 4 * float(high)))
 
 
-def test_a_reward_that_is_always_the_same_has_no_interval_unless_it_is_0_or_1() -> None:
+def test_a_constant_reward_has_no_interval_unless_it_is_0_or_1() -> None:
     assert reward_interval([[0.1], [0.1], [0.1]]) is None  # whose mean is not quite 0.1
     assert reward_interval([[0.3, 0.7]]) is None
     found = reward_interval([[0.0]] * 20)

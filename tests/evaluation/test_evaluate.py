@@ -1,4 +1,4 @@
-"""What an evaluation plays, and the figures it makes of it."""
+"""The prompts that an evaluation plays, and its figures."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlpost.policies.drawing import evaluation_sampling
 from rlpost.rewards.score import Score
 from rlpost.screen import evaluation_line
 from rlpost.settings import EvalSamplingSettings, SamplingSettings
+from tests.says import Says
 
 GREEDY = SamplingSettings(temperature=0.0)
 Make = Callable[..., Conversation]
@@ -39,7 +40,7 @@ def four(conversation: Make) -> list[Conversation]:
     ]  # fmt: skip
 
 
-def test_a_failed_reward_is_left_out_of_everything_and_counted(conversation: Make) -> None:
+def test_a_failed_reward_is_left_out_of_everything_and_counted(conversation: Make, says: Says) -> None:
     result = summarise(four(conversation))
     assert (result.num_prompts, result.num_failed) == (3, 1)
     assert result.accuracy_lenient == share(2, 3)
@@ -48,45 +49,24 @@ def test_a_failed_reward_is_left_out_of_everything_and_counted(conversation: Mak
     assert result.reward_mean == 0.5
     assert result.reward_parts == pytest.approx({"a": 0.6, "b": 0.3})  # over those that have the part
     assert result.tokens_mean == pytest.approx((2 + 4 + 2) / 3)  # sampled ids only
+    says("eval", "\n".join(result.lines()))
 
 
-def test_an_accuracy_that_few_prompts_have_says_how_many(conversation: Make) -> None:
+def test_an_accuracy_that_few_prompts_have_says_how_many(conversation: Make, says: Says) -> None:
     played = four(conversation)
     played[1].accuracy_lenient = None
     result = summarise(played)
-    assert result.lines()[2] == "  accuracy           50.0%  [5.6%, 94.4%]      33.3%  [3.7%, 83.6%]"
-    assert result.lines()[-1] == "  accuracy (lenient) is of 2 prompts"
-    assert evaluation_line(result.metrics(), "now").startswith(
-        "held-out now, 3 prompts:  accuracy 50.0% [5.6%, 94.4%] of 2 prompts  reward"
-    )
+    says("eval", "\n".join([*result.lines(), evaluation_line(result.metrics(), "now")]))
     metrics = result.metrics()
     assert (metrics["eval/accuracy_lenient_prompts"], metrics["eval/prompts"]) == (2.0, 3.0)
     assert "eval/accuracy_strict_prompts" not in metrics
 
 
-def test_a_result_reads_as_a_small_table(conversation: Make) -> None:
-    assert summarise(four(conversation)).lines() == [
-        "3 prompts, greedy, 95% intervals",
-        "                    lenient                   strict",
-        "  accuracy           66.7%  [16.4%, 96.3%]     33.3%  [3.7%, 83.6%]",
-        "  truncated          33.3%  [3.7%, 83.6%]",
-        "  reward             0.500  [-0.742, 1.742]",
-        "    a                0.600  [0.245, 0.955]",
-        "    b                0.300  (no interval)",
-        "  tokens per answer    2.7",
-        "  reward failed          1  (left out above)",
-        "  strict counts a right answer only in the exact form that the task asks for",
-    ]
-
-
 def test_instruction_accuracies_are_shares_of_all_instructions(conversation: Make) -> None:
     verdicts = [{"strict": [True, False, False], "loose": [True, True, False]}, {"strict": [True], "loose": [True]}]
-    result = summarise(
-        [
-            conversation(n, accuracy_strict=float(n), accuracy_lenient=float(n), instructions=given)
-            for n, given in enumerate(verdicts)
-        ]
-    )
+    marks = [{"accuracy_strict": n, "accuracy_lenient": n, "instructions": row} for n, row in enumerate(verdicts)]
+    played = [conversation(n, **each) for n, each in enumerate(marks)]
+    result = summarise(played)
     assert {reading: share.value for reading, share in result.instructions.items()} == {"strict": 2 / 4, "loose": 3 / 4}
     assert result.metrics()["eval/instructions_loose"] == 3 / 4
     assert [line.split("[")[0].split() for line in result.lines()[1:4]] == [
@@ -96,9 +76,9 @@ def test_instruction_accuracies_are_shares_of_all_instructions(conversation: Mak
     ]
 
 
-def test_an_evaluation_whose_every_reward_failed_is_an_error(conversation: Make) -> None:
+def test_an_evaluation_whose_every_reward_failed_is_an_error(conversation: Make, says: Says) -> None:
     failed = conversation(reward=None, valid=False, error="ValueError: no such column")
-    with pytest.raises(RewardError, match="all 2 rewards of the evaluation failed; the first: ValueError: no such"):
+    with says.refused("eval", RewardError, "2"):
         summarise([failed, failed])
 
 
@@ -137,21 +117,21 @@ def test_several_completions_of_a_prompt_give_avg_pass_and_maj(conversation: Mak
     assert result.metrics()["eval/maj_at_2_lenient_low"] < 0.625
 
 
-def test_no_votes_without_answers_and_no_attempts_without_accuracy(conversation: Make) -> None:
+def test_no_votes_without_answers_no_attempts_without_accuracy(conversation: Make) -> None:
     result = summarise(right_and_wrong(conversation, "rw", 0), k=[2])
     assert list(result.attempts) == ["pass_at_2_lenient", "pass_at_2_strict"]
     unmeasured = summarise([conversation(0, i) for i in range(2)], k=[2], temperature=1.0)
     assert unmeasured.attempts == {}
-    assert unmeasured.lines()[-1] == "  this environment measures no accuracy, so there is no pass@k"
+    assert unmeasured.lines()[-1].endswith("no pass@k")
 
 
-def test_a_prompt_with_too_few_scored_completions_is_in_no_pass_at_k(conversation: Make) -> None:
+def test_a_prompt_of_too_few_scored_completions_has_no_pass_at_k(conversation: Make) -> None:
     played = right_and_wrong(conversation, "rw", 0) + right_and_wrong(conversation, "ww", 1)
     played[3].valid = False
     result = summarise(played, k=[2], temperature=1.0)
     assert (result.num_prompts, result.num_failed) == (2, 1)
     assert (result.attempts["pass_at_2_lenient"].value, result.attempts["pass_at_2_lenient"].prompts) == (1.0, 1)
-    assert "  pass@2 (lenient) is of 1 prompt" in result.lines()
+    assert [line.split()[-2] for line in result.lines() if line.startswith("  pass@2 (lenient)")] == ["1"]
     assert result.metrics()["eval/pass_at_2_lenient_prompts"] == 1.0
 
 
@@ -202,22 +182,16 @@ def sums() -> ArithmeticEnv:
     return ArithmeticEnv(split="test", seed=3)
 
 
-def test_real_sums_are_played_and_scored(tiny_tokenizer: Any) -> None:
-    policy = Reader(tiny_tokenizer)
-    result = evaluate(sums(), policy, num_prompts=50)
-    even = sum(int(question[-1]) % 2 == 0 for question in policy.questions)
-    assert 10 < even < 40
-    assert result.accuracy_lenient == result.accuracy_strict == share(even, 50)
-    assert policy.asked == [(50, GREEDY)]
-
-
-def test_the_same_tasks_are_played_every_time(tiny_tokenizer: Any) -> None:
+def test_the_same_real_sums_are_played_and_scored_every_time(tiny_tokenizer: Any) -> None:
     policy, env = Reader(tiny_tokenizer), sums()
-    first = evaluate(env, policy, num_prompts=20)
-    second = evaluate(env, policy, num_prompts=20)
-    assert policy.questions[:20] == policy.questions[20:]
-    assert len(set(policy.questions)) == 20
+    first, second = (evaluate(env, policy, num_prompts=50) for _ in range(2))
+    assert policy.questions[:50] == policy.questions[50:]
+    assert len(set(policy.questions)) == 50
+    assert policy.asked == [(50, GREEDY)] * 2
+    even = sum(int(question[-1]) % 2 == 0 for question in policy.questions[:50])
+    assert 10 < even < 40
     assert first == second
+    assert first.accuracy_lenient == first.accuracy_strict == share(even, 50)
 
 
 def test_every_completion_of_a_prompt_has_a_seed_of_its_own(tiny_tokenizer: Any) -> None:
@@ -261,5 +235,5 @@ def test_a_reward_that_raises_is_counted_and_not_a_zero(tiny_tokenizer: Any) -> 
     policy = ScriptedPolicy(["x"], tiny_tokenizer, sampling=SamplingSettings())
     result = evaluate(Fussy(rows, shuffle=False), policy, num_prompts=3)
     assert (result.num_prompts, result.num_failed, result.reward_mean) == (2, 1, 0.75)
-    with pytest.raises(RewardError, match="all 1 rewards of the evaluation failed; the first: ZeroDivisionError"):
+    with pytest.raises(RewardError, match=r"1 .*ZeroDivisionError"):
         evaluate(Fussy(rows, shuffle=False), policy, num_prompts=1)

@@ -1,8 +1,9 @@
-"""Pairs from a run's own completions: which are paired, what is left out, and that their ids are trained unchanged."""
+"""Pairs from a run's own completions: the pairs, the completions left out, and the ids, trained unchanged."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlpost.cli.main import run as rlpost
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.data.encoding import PairEncoder
@@ -19,7 +19,9 @@ from rlpost.data.formats import RowReader, Wanted
 from rlpost.evaluation.saved import sample_rows, write_rows
 from rlpost.runs.rollout_table import write_rollouts
 from rlpost.settings import DatasetSettings
+from tests.command_line import CommandLine
 from tests.run_folders import make_run
+from tests.says import Says
 
 # group, sample, reply, reward, right, why it ended
 SAMPLES = [
@@ -42,24 +44,13 @@ def made(conversation: Callable[..., Conversation], tiny_tokenizer: Any) -> list
     conversations = []
     for group, sample, text, reward, right, reason in SAMPLES:
         query = f"What is {group}?"
-        asked = [{"role": "user", "content": query}]
-        rendered = tiny_tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-        conversations.append(
-            conversation(
-                group,
-                sample,
-                query=query,
-                text=text,
-                prompt_text=rendered,
-                prompt_ids=tiny_tokenizer(rendered, add_special_tokens=False)["input_ids"],
-                response_ids=[*tiny_tokenizer.encode(text), tiny_tokenizer.eos_token_id],
-                reward=reward,
-                valid=reward is not None,
-                accuracy_lenient=right,
-                finish_reason=reason,
-                task={"number": group},
-            )
-        )
+        messages = [{"role": "user", "content": query}]
+        rendered = tiny_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        prompt_ids = tiny_tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        ids = {"prompt_ids": prompt_ids, "response_ids": [*tiny_tokenizer.encode(text), tiny_tokenizer.eos_token_id]}
+        outcome = {"reward": reward, "valid": reward is not None, "accuracy_lenient": right, "finish_reason": reason}
+        asked = {"query": query, "prompt_text": rendered, "task": {"number": group}}
+        conversations.append(conversation(group, sample, text=text, **asked, **ids, **outcome))
     return conversations
 
 
@@ -74,6 +65,11 @@ def folder(tmp_path: Path, made: list[Conversation], monkeypatch: pytest.MonkeyP
     return run
 
 
+@pytest.fixture
+def rlpost(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
 def written(file: str = "pairs.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
@@ -82,11 +78,9 @@ def texts(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(row["chosen"][-1]["content"], row["rejected"][-1]["content"]) for row in rows]
 
 
-def test_right_completions_are_paired_with_wrong_ones_and_the_rest_is_counted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert rlpost(["data", "pairs", "a", "-o", "pairs.jsonl", "--step", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
+def test_right_and_wrong_are_paired_and_the_rest_is_counted(folder: Path, rlpost: CommandLine) -> None:
+    counted = rlpost.json("data pairs a -o pairs.jsonl --step 2")
+    assert counted == {
         "file": "pairs.jsonl",
         "pairs": 2,
         "prompts_with_pairs": 1,
@@ -100,47 +94,47 @@ def test_right_completions_are_paired_with_wrong_ones_and_the_rest_is_counted(
     assert [written()[0][name] for name in ("score_chosen", "score_rejected", "step", "group")] == [1.0, 0.0, 2, 0]
 
 
-def test_the_best_and_the_worst_are_paired_by_a_margin(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["data", "pairs", "runs/a/rollouts/step-000001.parquet", "--margin", "0.15", "-o"]
-    assert rlpost([*words, "pairs.jsonl"]) == 0
+def test_the_best_and_the_worst_are_paired_by_a_margin(folder: Path, rlpost: CommandLine, says: Says) -> None:
+    words = "data pairs runs/a/rollouts/step-000001.parquet --margin 0.15 -o"
+    says("data", rlpost(f"{words} pairs.jsonl"))
     assert texts(written()) == [("91", "92"), ("91.", "90"), ("12", "12.")]
-    assert rlpost([*words, "one.jsonl", "--per-prompt", "1"]) == 0
+    says("data", rlpost(f"{words} one.jsonl --per-prompt 1"))
     assert texts(written("one.jsonl")) == [("91", "92"), ("12", "12.")]
-    assert "2 pairs of 2 prompts, from 10 completions of 3 prompts\n" in capsys.readouterr().out
-    assert rlpost([*words, "none.jsonl", "--margin", "5"]) == 3
-    assert "prompts without a pair: 2 rewards closer than the margin, 1 fewer than two left" in capsys.readouterr().err
+    rlpost(f"{words} none.jsonl --margin 5", 3)
+    says("data", rlpost.err)
     assert not Path("none.jsonl").exists()
 
 
 def test_partial_rewards_name_the_margins_that_would_pair_them(
-    folder: Path, made: list[Conversation], capsys: pytest.CaptureFixture[str]
+    folder: Path, made: list[Conversation], rlpost: CommandLine, says: Says
 ) -> None:
     """Nothing is quite right, so nothing is paired; the rewards of prompt 0 are 1, 0.9, 0.1, 0, of prompt 1 1, 0.8."""
     for each in made:
         each.accuracy_lenient = None if each.reward is None else 0.5
     write_rows(folder / "held-out" / "step-000002.parquet", sample_rows(made))
-    words = ["data", "pairs", "runs/a/held-out/step-000002.parquet", "-o", "pairs.jsonl"]
-    assert rlpost(words) == 3
-    assert "by their rewards, --margin 0.2 gives 3 pairs and --margin 0.8 gives 2 pairs" in capsys.readouterr().err
-    assert rlpost([*words, "--margin", "0.8"]) == 0
+    line = "data pairs runs/a/held-out/step-000002.parquet -o pairs.jsonl"
+    rlpost(line, 3)
+    assert re.findall(r"--margin (\S+) gives (\d)", rlpost.err) == [("0.2", "3"), ("0.8", "2")]
+    says("data", rlpost.err)
+    rlpost(f"{line} --margin 0.8")
     assert len(written()) == 2
 
 
-def test_a_prompt_has_at_most_so_many_pairs_over_all_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rlpost(["data", "pairs", "a", "-o", "pairs.jsonl", "--per-prompt", "2"]) == 0
+def test_a_prompt_has_at_most_so_many_pairs_over_all_steps(folder: Path, rlpost: CommandLine) -> None:
+    shown = rlpost("data pairs a -o pairs.jsonl --per-prompt 2")
+    assert "1 enough" in shown
     assert [row["step"] for row in written()] == [1, 1]
-    assert "1 enough pairs already" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("source", ["a", "runs/a/held-out/step-000002.parquet", "old"])
 def test_the_sampled_ids_are_trained_unchanged(
-    folder: Path, made: list[Conversation], tiny_tokenizer: Any, source: str
+    folder: Path, made: list[Conversation], tiny_tokenizer: Any, source: str, rlpost: CommandLine
 ) -> None:
     if source == "old":  # before the messages of prompts were recorded
         table = pq.read_table(folder / "rollouts/step-000001.parquet").drop_columns(["prompt_messages"])
         pq.write_table(pa.table(table), "old.parquet")
         source = "old.parquet"
-    assert rlpost(["data", "pairs", source, "-o", "pairs.jsonl"]) == 0
+    rlpost(f"data pairs {source} -o pairs.jsonl")
     rows = RowReader(DatasetSettings(path="x", reward=[]), Wanted.pair)
     encoder = PairEncoder(tiny_tokenizer, 200)
     sampled = {(*c.prompt_ids, *c.response_ids) for c in made}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlpost.cli.main import run
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import ConfigError, DataError
@@ -21,6 +21,8 @@ from rlpost.evaluation.pass_rates import (
     write_rates,
 )
 from rlpost.settings import DatasetSettings
+from tests.command_line import CommandLine
+from tests.says import Says
 
 ROWS = [{"prompt": f"Say {number}.", "answer": str(number)} for number in range(4)]
 MEASURE = "data measure env=dataset env.path=rows.jsonl env.reward=number model=tiny policy=scripted env.held_out=0"
@@ -33,6 +35,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def rlpost(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
 def started(**settings: Any) -> tuple[DatasetEnv, DatasetSettings]:
     made = DatasetSettings(path="rows.jsonl", reward=["number"], held_out=0.0, **settings)
     env = DatasetEnv(made)
@@ -40,22 +47,18 @@ def started(**settings: Any) -> tuple[DatasetEnv, DatasetSettings]:
     return env, made
 
 
-def test_measured_rates_are_saved_and_choose_prompts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_rates_are_saved_and_choose_prompts(here: Path, rlpost: CommandLine, says: Says) -> None:
     # the scripted policy says 0, 1, 0, 1, ... so that the prompts 0 and 1 are right half of the time
-    assert run([*MEASURE.split(), "policy.replies=['0','1']", "eval.samples=4", "--out", "rates.jsonl"]) == 0
-    told = capsys.readouterr().out
-    assert "4 prompts: 2 never right, 2 sometimes, 0 always" in told
-    assert "env.pass_rates=rates.jsonl" in told
+    says("data", rlpost([*MEASURE.split(), "policy.replies=['0','1']", "eval.samples=4", "--out", "rates.jsonl"]))
     rates = read_rates("rates.jsonl")
     asked = [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
     assert [rates[prompt_digest(messages)] for messages in asked] == [0.5, 0.5, 0.0, 0.0]
     env, settings = started(pass_rates="rates.jsonl", min_pass_rate=0.1)
-    assert choose_by_pass_rate(env, settings) == "2 of 4 prompts have pass rates in [0.1, 1]"
+    says("data", choose_by_pass_rate(env, settings))
     assert {c.query for c in env.draw(6)} == {"Say 0.", "Say 1."}
     words = "train grpo env=dataset env.path=rows.jsonl env.reward=number env.held_out=0 eval.enabled=false model=tiny"
     more = "policy=scripted steps=1 prompts_per_step=1 group_size=2 env.pass_rates=rates.jsonl env.max_pass_rate=0.4"
-    assert run([*words.split(), *more.split(), "--out", "run"]) == 0
-    assert "2 of 4 prompts have pass rates in [0, 0.4]" in capsys.readouterr().out
+    assert re.search(r"2 of 4 .* \[0, 0\.4\]", rlpost(f"{words} {more} --out run"))
 
 
 def test_demonstrations_are_chosen_by_the_rates_of_their_prompts(here: Path) -> None:
@@ -69,16 +72,17 @@ def test_demonstrations_are_chosen_by_the_rates_of_their_prompts(here: Path) -> 
     env.demonstrations = lambda: iter([*shown, Demonstration("row 9", wrong="is not JSON")])  # type: ignore[method-assign]
     kept, told = choose_demonstrations(env, settings)
     assert [each.where for each in kept] == ["row 0", "row 1", "row 2", "row 9"]
-    assert told == "3 of 4 prompts have pass rates in [0, 0.5]"
+    assert told.startswith("3 of 4 ")
     env.demonstrations = lambda: iter([Demonstration("row 0", text="once")])  # type: ignore[method-assign]
-    with pytest.raises(DataError, match=r"chooses by prompts, and row 0 is plain text: leave it out"):
+    with pytest.raises(DataError, match="row 0 "):
         choose_demonstrations(env, settings)
 
 
-def test_rates_already_measured_are_not_written_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_already_measured_are_not_written_over(here: Path, rlpost: CommandLine) -> None:
     Path("rates.jsonl").write_text("")
-    assert run([*MEASURE.split(), "--out", "rates.jsonl"]) == 2
-    assert "rates.jsonl exists: give another --out, or remove it" in capsys.readouterr().err
+    refused = rlpost.refused([*MEASURE.split(), "--out", "rates.jsonl"])
+    assert "--out" in refused
+    assert Path("rates.jsonl").read_text() == ""
 
 
 def test_prompts_that_were_not_measured_are_named(here: Path) -> None:
@@ -89,7 +93,7 @@ def test_prompts_that_were_not_measured_are_named(here: Path) -> None:
         conversation.messages.append({"role": "assistant", "content": "0"})
         conversation.reward = 1.0
     write_rates(Path("rates.jsonl"), rates_of(played), {})
-    with pytest.raises(DataError, match=r"has no rate for 3 of 4 prompts, such as rows.jsonl, row \d: measure again"):
+    with pytest.raises(DataError, match=r"3 of 4 .*rows\.jsonl, row \d: "):
         choose_by_pass_rate(env, settings)
 
 
@@ -105,14 +109,14 @@ def test_a_failed_reward_is_in_no_rate(here: Path) -> None:
 
 
 def test_a_file_without_rates_is_refused(here: Path) -> None:
-    with pytest.raises(DataError, match=r"env.pass_rates=rows.jsonl holds no pass rates \('prompt'|'pass_rate'\)"):
+    with pytest.raises(DataError, match=r"env\.pass_rates=rows\.jsonl .*'pass_rate'"):
         read_rates("rows.jsonl")
-    with pytest.raises(DataError, match=r"env.pass_rates=nope cannot be read"):
+    with pytest.raises(DataError, match=r"env\.pass_rates=nope"):
         read_rates("nope")
 
 
-def test_bounds_without_rates_and_bounds_that_leave_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"name their file with env.pass_rates"):
+def test_bounds_without_rates_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env\.pass_rates"):
         DatasetSettings(path="x", reward=["number"], min_pass_rate=0.1)
 
 
@@ -120,5 +124,5 @@ def test_no_prompt_within_the_bounds_is_an_error(here: Path) -> None:
     env, settings = started(pass_rates="rates.jsonl", min_pass_rate=0.5)
     every = [{"prompt": prompt_digest(env.opening_messages(row)), "pass_rate": 0.25} for row in ROWS]
     write_rates(Path("rates.jsonl"), every, {})
-    with pytest.raises(DataError, match=r"0 of 4 prompts have pass rates in \[0.5, 1\]: none is left"):
+    with pytest.raises(DataError, match=r"0 of 4 .*\[0\.5, 1\]"):
         choose_by_pass_rate(env, settings)

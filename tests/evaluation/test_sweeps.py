@@ -1,4 +1,4 @@
-"""What a sweep found: means over seeds with their intervals, and which settings are better, if any."""
+"""The results of a sweep: means over seeds with their intervals, and which settings are better, if any."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from rlpost.evaluation.statistics import crossed_interval
-from rlpost.evaluation.sweeps import read_sweep
+from rlpost.evaluation.sweeps import Verdict, read_sweep
 from tests.evaluation_folders import keep_held_out, write
+from tests.says import Says
 
 
 def held_out(value: float, half: float = 0.1, key: str = "eval/accuracy_lenient") -> dict[str, float]:
@@ -30,6 +31,13 @@ def made(folder: Path, jobs: Mapping[str, Mapping[str, Any] | None]) -> Path:
         told[-1]["result"] = result
     (folder / "sweep.json").write_text(json.dumps({"jobs": told}))
     return folder
+
+
+def verdict_of(folder: Path) -> Verdict:
+    """What `read_sweep` finds of the first two settings."""
+    verdict = read_sweep(folder).verdict
+    assert verdict is not None
+    return verdict
 
 
 def trained(after: Mapping[str, float] | None, before: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -59,73 +67,70 @@ def test_a_lucky_seed_is_not_a_candidate(tmp_path: Path) -> None:
     assert found.verdict.value == pytest.approx((0.3 - 0.35) / 2)
 
 
-def test_a_difference_that_every_seed_and_many_prompts_show_is_found(tmp_path: Path) -> None:
+def test_a_difference_of_every_seed_and_many_prompts_is_found(tmp_path: Path, says: Says) -> None:
     right = {f"lr={lr} seed={seed}": range(10 * lr + seed) for lr in (1, 2) for seed in (0, 1, 2)}
-    verdict = read_sweep(answering(tmp_path, right)).verdict
-    assert verdict is not None
+    verdict = verdict_of(answering(tmp_path, right))
     assert (verdict.first, verdict.better, verdict.seeds, verdict.prompts) == ("lr=2", True, 3, 40)
     assert verdict.value == pytest.approx(0.25)
-    assert "lr=2 is better than lr=1 in held-out accuracy: +25.0% [" in verdict.sentence
+    says("train", verdict.sentence)
 
 
 def test_seeds_that_agree_on_too_few_prompts_show_no_difference(tmp_path: Path) -> None:
     """All three seeds answer the same two of eight prompts more: seeds vary by nothing, prompts by much."""
     right = {f"lr={lr} seed={seed}": range(2 * lr) for lr in (1, 2) for seed in (0, 1, 2)}
-    verdict = read_sweep(answering(tmp_path, right, prompts=8)).verdict
-    assert verdict is not None
+    verdict = verdict_of(answering(tmp_path, right, prompts=8))
     assert (verdict.value, verdict.better) == (0.25, False)
 
 
 def test_a_difference_that_is_the_same_on_every_prompt_is_found(tmp_path: Path) -> None:
     """Nothing varies, so there is no interval: rate 2 answers every prompt right, rate 1 none."""
     right = {f"lr={lr} seed={seed}": range(40 * (lr - 1)) for lr in (1, 2) for seed in (0, 1)}
-    verdict = read_sweep(answering(tmp_path, right)).verdict
-    assert verdict is not None
+    verdict = verdict_of(answering(tmp_path, right))
     assert (verdict.first, verdict.value, verdict.low, verdict.better) == ("lr=2", 1.0, None, True)
 
 
-def test_one_seed_each_is_compared_by_the_prompts_alone_and_says_so(tmp_path: Path) -> None:
-    verdict = read_sweep(answering(tmp_path, {"lr=1": range(10), "lr=2": range(30)})).verdict
-    assert verdict is not None
+def test_one_seed_each_is_compared_by_the_prompts_alone(tmp_path: Path, says: Says) -> None:
+    verdict = verdict_of(answering(tmp_path, {"lr=1": range(10), "lr=2": range(30)}))
     # 20 differences of 1 and 20 of 0: 0.5 ± 2.0227 sqrt(0.25 / 39), as in `rlpost eval compare`
     assert (verdict.value, verdict.low, verdict.high) == pytest.approx((0.5, 0.3380, 0.6620), abs=1e-3)
-    assert (verdict.better, "another seed may not agree" in verdict.sentence) == (True, True)
+    assert verdict.better
+    says("train", verdict.sentence)
 
 
-def test_one_seed_without_held_out_prompts_tells_nothing(tmp_path: Path) -> None:
+def test_one_seed_without_held_out_prompts_tells_nothing(tmp_path: Path, says: Says) -> None:
     for number, words in enumerate(["lr=1", "lr=2"]):
         (tmp_path / words).mkdir()
         rows = [{"step": i, "reward/mean": float(number)} for i in range(8)]
         (tmp_path / words / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = read_sweep(made(tmp_path / "s", {"lr=1": trained(None), "lr=2": trained(None)}))
-    assert found.by == "late reward"
-    assert found.verdict is not None
-    assert not found.verdict.better
-    assert "one seed cannot tell" in found.verdict.sentence
+    folder = made(tmp_path / "s", {"lr=1": trained(None), "lr=2": trained(None)})
+    assert read_sweep(folder).by == "late reward"
+    verdict = verdict_of(folder)
+    assert not verdict.better
+    says("train", verdict.sentence)
 
 
-def test_held_out_losses_are_compared_over_the_seeds_and_the_smallest_is_first(tmp_path: Path) -> None:
+def test_held_out_losses_are_compared_and_the_smallest_is_first(tmp_path: Path) -> None:
     losses = {"lr=1 seed=0": 1.0, "lr=1 seed=1": 1.01, "lr=2 seed=0": 2.0, "lr=2 seed=1": 2.02}
     jobs = {words: trained(held_out(x, 0.1, "eval/loss")) for words, x in losses.items()}
-    verdict = read_sweep(made(tmp_path, jobs)).verdict
-    assert verdict is not None
+    verdict = verdict_of(made(tmp_path, jobs))
     # -1.0 and -1.01: sd 0.00707 * 12.706 / sqrt(2) = 0.0635
     assert (verdict.first, verdict.better, verdict.prompts) == ("lr=1", True, None)
     assert (verdict.value, verdict.low, verdict.high) == pytest.approx((-1.005, -1.0685, -0.9415), abs=1e-4)
 
 
-def test_a_failed_seed_is_left_out_and_the_table_says_so(tmp_path: Path) -> None:
+def test_a_failed_seed_is_left_out_and_the_table_says_so(tmp_path: Path, says: Says) -> None:
     jobs = {"lr=1 seed=0": trained(held_out(0.5), held_out(0.25)), "lr=1 seed=1": None, "lr=2 seed=0": None}
     found = read_sweep(made(tmp_path, jobs))
-    assert found.rows() == [
-        ["lr", "seeds", "late reward", "before", "held-out accuracy"],
+    head, *rows = found.rows()
+    says("train", " | ".join(head))
+    assert rows == [
         ["1", "1 of 2", "0.500", "25.0%", "50.0% [40.0%, 60.0%]"],
         ["2", "0 of 1", "-", "-", "-"],
     ]
     assert found.verdict is None
 
 
-def test_evaluations_of_two_models_are_told_apart_by_their_prompts(tmp_path: Path) -> None:
+def test_evaluations_of_two_models_are_compared_by_prompts(tmp_path: Path, says: Says) -> None:
     jobs = {}
     for name, right in (("model=a", 10), ("model=b", 30)):
         write(tmp_path / name, ["r"] * right + ["w"] * (40 - right))
@@ -133,12 +138,10 @@ def test_evaluations_of_two_models_are_told_apart_by_their_prompts(tmp_path: Pat
         jobs[name] = {"result": {"reward_mean": right / 40, "num_prompts": 40, "accuracy_lenient": accuracy}}
     told = [{"name": n, "differs": dict([n.split("=")]), "exit_code": 0, "result": r} for n, r in jobs.items()]
     (tmp_path / "sweep.json").write_text(json.dumps({"jobs": told}))
-    found = read_sweep(tmp_path)
-    assert found.by == "accuracy"
-    assert found.verdict is not None
-    assert found.verdict.better
-    assert found.verdict.sentence.startswith("model=b is better than model=a in accuracy: +50.0%")
-    assert "seed" not in found.verdict.sentence
+    assert read_sweep(tmp_path).by == "accuracy"
+    verdict = verdict_of(tmp_path)
+    assert verdict.better
+    says("eval", verdict.sentence)
 
 
 def test_different_held_out_prompts_are_not_compared(tmp_path: Path) -> None:
@@ -147,8 +150,7 @@ def test_different_held_out_prompts_are_not_compared(tmp_path: Path) -> None:
         table = write(folder / f"digits={n}" / "kept", ["r", "w"], first=10 * n) / "samples.parquet"
         (folder / f"digits={n}" / "held-out").mkdir()
         table.rename(folder / f"digits={n}" / "held-out" / "step-000003.parquet")
-    verdict = read_sweep(folder).verdict
-    assert verdict is not None
+    verdict = verdict_of(folder)
     assert (verdict.better, verdict.value) == (False, None)
 
 

@@ -1,4 +1,4 @@
-"""IFEval's verdicts: kind by kind, against the published ones, and the same wherever and however they are asked for."""
+"""Verdicts of IFEval and IFBench: kind by kind, against the published ones, the same in every process and thread."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import random
 import re
 import shutil
+import string
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -25,17 +25,21 @@ from rlpost.envs.chat import record
 from rlpost.errors import DataError, MissingExtraError, RewardError
 from rlpost.evaluation.play import summarise
 from rlpost.rewards import ifeval
-from rlpost.rewards.ifeval import IFEVAL, Judged, replies_to, score, verdicts
+from rlpost.rewards.ifbench import IFBENCH
+from rlpost.rewards.ifeval import IFEVAL, InstructionSet, Judged, replies_to, score, verdicts
 from tests.rewards.instruction_data import (
+    IFBENCH_ROWS,
     IFEVAL_REPLIES,
     IFEVAL_ROWS,
     IFEVAL_VERDICTS,
     NLTK_DATA,
     find_nltk_data_in,
+    needs_ifbench,
     needs_ifeval,
     needs_nltk_data,
     rows_of,
 )
+from tests.says import Says
 
 ROOT = Path(__file__).parents[2]
 PACKAGED_NLTK_DATA = ifeval.packaged_nltk_data  # other tests do without it
@@ -82,29 +86,22 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("startend:quotation", {}, ' "So." ', '"So."?'),
     ("change_case:english_capital", {}, LONG.upper(), LONG),
     ("change_case:english_capital", {}, LONG.upper() + " 12!", GERMAN.upper()),
+    ("change_case:english_capital", {}, LONG.upper(), "12"),  # no capital letter
     ("change_case:english_lowercase", {}, LONG.lower(), GERMAN.lower()),
     ("punctuation:no_comma", {}, "No; none", "Yes, one"),
 ]
 WITH_NLTK = [
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 3, "relation": "at least"},
-        "Dr. Who came. He sat. He left.",
-        "Dr. Who came. He sat.",
-    ),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "Mr. X ran. Go", "Mr. X ran"),
     ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "Mr. X came.", "Hi. You?"),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "at least"},
-        "A RIVER-BED here",
-        "one RIVER-BED",
-    ),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "less than"},
-        "one WORD",
-        "TWO WORDS",
-    ),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, "A VER", "a VER"),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "less than"}, "a VER", "A VER"),
+]
+OF_IFBENCH: list[tuple[str, dict[str, Any], str, str]] = [
+    ("count:word_count_range", {"min_words": 2.0, "max_words": 3.0}, "one two three", "one two three four"),
+    ("sentence:keyword", {"N": 2.0, "word": "mill"}, "It rained. The mill stood.", "The mill. It stood."),
+    ("format:options", {"options": "yes/no/maybe"}, "Maybe.", "Perhaps."),
+    ("repeat:repeat_span", {"prompt_to_repeat": "Say it once again", "n_start": 1, "n_end": 3}, " It once\n", "it"),
+    ("repeat:repeat_span", {"prompt_to_repeat": "Say it once again", "n_start": 0, "n_end": 2}, "say it", "it"),
 ]
 
 
@@ -113,18 +110,20 @@ def nltk_data(monkeypatch: pytest.MonkeyPatch) -> None:
     find_nltk_data_in([str(NLTK_DATA)], monkeypatch)
 
 
-@pytest.mark.parametrize(("kind", "kwargs", "follows", "breaks"), CASES, ids=lambda v: v if isinstance(v, str) else "")
-def test_a_kind_is_followed_or_not(kind: str, kwargs: dict[str, Any], follows: str, breaks: str) -> None:
-    assert verdicts([kind], [kwargs], "", follows) == ([True], [True])
-    assert verdicts([kind], [kwargs], "", breaks) == ([False], [False])
-
-
-@needs_nltk_data
-@pytest.mark.parametrize(("kind", "kwargs", "follows", "breaks"), WITH_NLTK)
-def test_a_kind_that_reads_nltk_data_is_followed_or_not(
-    kind: str, kwargs: dict[str, Any], follows: str, breaks: str
+@pytest.mark.parametrize(
+    ("instructions", "kind", "kwargs", "follows", "breaks"),
+    [
+        *((IFEVAL, *case) for case in CASES),
+        *(pytest.param(IFEVAL, *case, marks=needs_nltk_data) for case in WITH_NLTK),
+        *((IFBENCH, *case) for case in OF_IFBENCH),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_kind_is_followed_or_not(
+    instructions: InstructionSet, kind: str, kwargs: dict[str, Any], follows: str, breaks: str
 ) -> None:
-    test_a_kind_is_followed_or_not(kind, kwargs, follows, breaks)
+    assert instructions.verdicts([kind], [kwargs], "", follows) == ([True], [True])
+    assert instructions.verdicts([kind], [kwargs], "", breaks) == ([False], [False])
 
 
 def test_the_cases_are_all_25_kinds() -> None:
@@ -133,25 +132,24 @@ def test_the_cases_are_all_25_kinds() -> None:
 
 
 @pytest.mark.parametrize(
-    "response",
+    ("response", "loosely"),
     [
-        "My words\n{}",
-        "{}\nMy words",
-        "My words\n{}\nMore",
-        "*{}*",
-        "*Sure*\n*{}*",
-        "*{}*\n*Sure*",
-        "Sure\n**{}**\nBye",
+        ("My words\n{}", True),
+        ("{}\nMy words", True),
+        ("My words\n{}\nMore", True),
+        ("*{}*", True),
+        ("*Sure*\n*{}*", True),
+        ("*{}*\n*Sure*", True),
+        ("Sure\n**{}**\nBye", True),
+        ("Sure\nOf course\n{}", False),
+        ("{}\nBye\nBye", False),
+        ("_{}_", False),
+        ("Sure {}", False),
     ],
 )
-def test_a_loose_reading_leaves_out_the_first_or_last_line_and_asterisks(response: str) -> None:
+def test_loosely_first_line_last_line_and_asterisks_are_left_out(response: str, loosely: bool) -> None:
     quoted = response.format('"So."')
-    assert verdicts(["startend:quotation"], [{}], "", quoted) == ([False], [True])
-
-
-def test_no_looser_reading_is_tried() -> None:
-    for response in ('Sure\nOf course\n"So."', '"So."\nBye\nBye', '_"So."_', 'Sure "So."'):
-        assert verdicts(["startend:quotation"], [{}], "", response) == ([False], [False])
+    assert verdicts(["startend:quotation"], [{}], "", quoted) == ([False], [loosely])
 
 
 @pytest.mark.parametrize("blank", ["", " ", "\n\t \n"])
@@ -162,7 +160,7 @@ def test_a_blank_reply_follows_nothing(blank: str) -> None:
 
 
 def test_a_looser_reading_that_is_blank_follows_nothing() -> None:
-    assert verdicts(["punctuation:no_comma"], [{}], "", "Yes, one line") == ([False], [False])
+    assert verdicts(["punctuation:no_comma"], [{}], "", "Yes, one") == ([False], [False])
     assert verdicts(["punctuation:no_comma"], [{}], "", "Yes, one\nNone") == ([False], [True])
 
 
@@ -171,74 +169,55 @@ def test_verdicts_stand_in_the_order_of_the_instructions() -> None:
     assert verdicts(kinds, [{}, {}, {}], "", 'A,\n"<<T>>"') == ([False, False, True], [True, True, True])
 
 
-def test_a_reply_in_no_language_counts_as_following() -> None:
-    for kind, kwargs in (
-        ("language:response_language", {"language": "hi"}),
-        ("language:response_language", {"language": "en"}),
-    ):
-        assert verdicts([kind], [kwargs], "", "12 + 30 = 42 !") == ([True], [True])
-    assert verdicts(["change_case:english_capital"], [{}], "", "12") == ([False], [False])  # no capital letter either
-
-
-def test_the_sign_that_was_asked_for_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    hashes = [{"letter": "#", "let_frequency": 3, "let_relation": "at least"}]
-    for _ in range(20):
-        assert verdicts(["keywords:letter_frequency"], hashes, "", "# ## mmm aaa eee") == ([True], [True])
-        assert verdicts(["keywords:letter_frequency"], hashes, "", "## mmmm aaaa eeee") == ([False], [False])
-    umlaut = [{"letter": "Ü", "let_frequency": 2, "let_relation": "less than"}]
-    assert verdicts(["keywords:letter_frequency"], umlaut, "", "Über üben")[0] == [False]
-    verdicts(["language:response_language"], [{"language": "en"}], "", "1234")
+@pytest.mark.parametrize("language", ["hi", "en"])
+def test_a_reply_in_no_language_counts_as_following(language: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdicts(["language:response_language"], [{"language": language}], "", "12 + 30 = 42 !") == ([True], [True])
     assert capsys.readouterr() == ("", "")  # the original logs the whole reply
 
 
-def test_arguments_that_are_none_or_empty_are_none() -> None:
+def test_the_sign_of_the_instruction_is_counted() -> None:
+    """The original counts a random letter instead of a sign that is not a-z."""
+    hashes = [{"letter": "#", "let_frequency": 3, "let_relation": "at least"}]
+    assert verdicts(["keywords:letter_frequency"], hashes, "", "# ##") == ([True], [True])
+    letters = 3 * string.ascii_lowercase
+    assert verdicts(["keywords:letter_frequency"], hashes, "", f"## {letters}") == ([False], [False])
+    umlaut = [{"letter": "Ü", "let_frequency": 2, "let_relation": "less than"}]
+    assert verdicts(["keywords:letter_frequency"], umlaut, "", "Über üben")[0] == [False]
+
+
+def test_arguments_that_are_none_or_empty_are_none_and_0_is_one() -> None:
     padded = {"num_words": 2, "relation": "at least", "keywords": [], "letter": "", "capital_frequency": None}
     assert verdicts(["length_constraints:number_words"], [padded], "", "one two")[0] == [True]
     assert verdicts(["punctuation:no_comma"], [{"num_words": 0, "first_word": None}], "", "one two")[0] == [True]
+    # left out, the 0 would be a random number from 1 to 4
+    assert verdicts(["detectable_content:number_placeholders"], [{"num_placeholders": 0}], "", "none")[0] == [True]
 
 
-def test_a_zero_that_was_asked_for_is_no_missing_argument() -> None:
-    nothing = [{"num_placeholders": 0}]
-    for _ in range(20):  # dropped, it would be a number from 1 to 4
-        assert verdicts(["detectable_content:number_placeholders"], nothing, "", "none")[0] == [True]
+UNCHECKABLE: list[tuple[str, dict[str, Any]]] = [
+    ("keyword:existence", {}),
+    ("x", {}),
+    ("keywords:existence", {}),
+    ("length_constraints:number_words", {"num_words": 3}),
+    ("length_constraints:number_words", {"num_word": 3}),
+    ("punctuation:no_comma", {"n": 3}),
+    ("detectable_content:number_placeholders", {"num_placeholders": -1}),
+    ("keywords:letter_frequency", {"letter": "a", "let_frequency": 1, "let_relation": "at most"}),
+    ("keywords:letter_frequency", {"letter": "a"}),
+    ("language:response_language", {"language": "zz"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "kwargs", "message"),
-    [
-        (
-            ["keyword:existence"],
-            [{}],
-            "'keyword:existence' is not an instruction of IFEval; did you mean keywords:existence?",
-        ),
-        (["x"], [{}], "'x' is not an instruction of IFEval; its families are keywords, language, "),
-        (["punctuation:no_comma"], [], "there are 0 for 1 instructions: each needs one"),
-        (["keywords:existence"], [{}], "keywords:existence needs keywords"),
-        (["length_constraints:number_words"], [{"num_words": 3}], "length_constraints:number_words needs relation"),
-        (["length_constraints:number_words"], [{"num_word": 3}], "has no argument 'num_word'; did you mean num_words?"),
-        (["punctuation:no_comma"], [{"n": 3}], "punctuation:no_comma has no argument 'n'; it takes none"),
-        (
-            ["detectable_content:number_placeholders"],
-            [{"num_placeholders": -1}],
-            "cannot be checked with num_placeholders=-1",
-        ),
-        (
-            ["length_constraints:number_words"],
-            [{"num_words": 3, "relation": "at most"}],
-            "length_constraints:number_words cannot be checked with .*at most",
-        ),
-        (
-            ["keywords:letter_frequency"],
-            [{"letter": "a", "let_frequency": 1, "let_relation": "at most"}],
-            "let_relation='at most': it must be 'at least' or 'less than'",
-        ),
-        (["keywords:letter_frequency"], [{"letter": "a"}], "needs let_frequency, let_relation"),
-        (["language:response_language"], [{"language": "zz"}], "language='zz', which langdetect does not tell apart"),
-    ],
-)
-def test_an_instruction_that_cannot_be_checked_is_an_error(kinds: list[str], kwargs: list[Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        verdicts(kinds, kwargs, "", "A reply")
+def test_an_instruction_that_cannot_be_checked_is_an_error(says: Says) -> None:
+    refusals = []
+    for kind, kwargs in UNCHECKABLE:
+        with pytest.raises(DataError) as refused:
+            verdicts([kind], [kwargs], "", "A reply")
+        refusals.append(str(refused.value))
+    says("env", "\n".join(refusals))
+    with pytest.raises(DataError, match=r"number_words .*equal"):
+        verdicts(["length_constraints:number_words"], [{"num_words": 3, "relation": "equal"}], "", "A reply")
+    with pytest.raises(DataError, match=" 0 for 1 "):
+        verdicts(["punctuation:no_comma"], [], "", "A reply")
 
 
 def test_a_row_is_tried_before_training() -> None:
@@ -247,21 +226,15 @@ def test_a_row_is_tried_before_training() -> None:
         "kwargs": [{}, {"keywords": ["C", "*"]}],
     }
     field, wrong = IFEVAL.complaint(row) or ("", "")
-    assert field == "kwargs"
-    assert wrong.startswith("keywords:existence cannot be checked with them: nothing to repeat")
+    assert (field, wrong.partition(" ")[0]) == ("kwargs", "keywords:existence")
     assert IFEVAL.complaint({"kwargs": []}) == ("instruction_id_list", "missing")
-    assert IFEVAL.complaint({"instruction_id_list": "a", "kwargs": []}) == (
-        "instruction_id_list",
-        "must be a list, one entry an instruction",
-    )
+    assert (IFEVAL.complaint({"instruction_id_list": "a", "kwargs": []}) or ("",))[0] == "instruction_id_list"
 
 
-def test_a_check_that_raises_is_an_error_with_the_name_of_its_instruction() -> None:
+def test_a_check_that_raises_is_an_error_that_names_it() -> None:
     deep = "[" * 100_000
-    with pytest.raises(
-        RewardError, match=r"detectable_format:json_format cannot be checked on a reply to 'Write it.*Recursion"
-    ):
-        verdicts(["detectable_format:json_format"], [{}], "Write it as JSON", deep)
+    with pytest.raises(RewardError, match=r"json_format .*'JSON'.*Recursion"):
+        verdicts(["detectable_format:json_format"], [{}], "JSON", deep)
 
 
 def test_the_callers_random_numbers_stay_as_they_are() -> None:
@@ -272,15 +245,12 @@ def test_the_callers_random_numbers_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ["length_constraints:number_sentences", "change_case:capital_word_frequency"])
-def test_missing_nltk_data_is_an_error_where_an_instruction_needs_it(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_nltk_data_is_an_error_where_it_is_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     find_nltk_data_in([str(tmp_path)], monkeypatch)
     kwargs = {c[0]: c[1] for c in WITH_NLTK}[kind]
-    command = re.escape("pip install --no-deps llama-index-core==0.14.25")
-    with pytest.raises(
-        DataError, match=rf"^{kind} needs NLTK's punkt_tab, which is in none of its folders: {command} "
-    ):
+    with says.refused("env", DataError, "punkt_tab"):
         verdicts([kind], [kwargs], "", "A reply.")
     with pytest.raises(DataError, match="punkt_tab"):
         IFEVAL.complaint({"instruction_id_list": [kind], "kwargs": [kwargs]})
@@ -304,7 +274,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_nltk_data
-def test_the_packaged_nltk_data_are_found_where_the_user_has_none(packaged: Path) -> None:
+def test_packaged_nltk_data_are_found_where_the_user_has_none(packaged: Path) -> None:
     import nltk
 
     for kind, kwargs, follows, breaks in WITH_NLTK:
@@ -313,36 +283,57 @@ def test_the_packaged_nltk_data_are_found_where_the_user_has_none(packaged: Path
     assert nltk.data.path == [str(packaged)]
 
 
-@pytest.mark.skipif(not IFEVAL_ROWS.is_file(), reason="the IFEval files are not on this machine")
-@pytest.mark.skipif(ifeval.packaged_nltk_data() is None, reason="NLTK's data, which set-up brings, are not installed")
-def test_every_row_can_be_checked_with_what_setup_brings_and_nothing_is_downloaded(tmp_path: Path) -> None:
-    program = (
-        "import json, socket, sys\n"
-        "def refused(*_): raise AssertionError('the network was asked for')\n"
-        "socket.socket.connect = socket.getaddrinfo = refused\n"
-        "from rlpost.rewards.ifeval import IFEVAL\n"
-        "print({IFEVAL.complaint(json.loads(line)) for line in open(sys.argv[1])})\n"
-    )
-    surroundings = {name: value for name, value in os.environ.items() if name != "NLTK_DATA"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(IFEVAL_ROWS)],
-        capture_output=True, text=True, cwd=ROOT, env=surroundings | {"HOME": str(tmp_path)},
-    )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("{None}\n", "")
-
-
 @needs_nltk_data
 @pytest.mark.filterwarnings("ignore:NLTK will not read")
-def test_packaged_nltk_data_that_others_may_write_are_told_apart_from_missing_ones(packaged: Path) -> None:
+def test_packaged_nltk_data_that_others_may_write_are_named(packaged: Path) -> None:
     packaged.chmod(0o777)
-    with pytest.raises(DataError, match=f"punkt_tab, which it does not read .*: chmod -R go-w {packaged} "):
+    with pytest.raises(DataError, match=f"punkt_tab.*go-w {packaged} "):
         ifeval.require_nltk_data("punkt_tab", "it")
 
 
 def test_the_extra_is_named_where_the_checkers_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "if_verifiable")
-    with pytest.raises(MissingExtraError, match=r"IFEval needs if_verifiable, .*: pip install 'rlpost\[ifeval\]'"):
+    with pytest.raises(MissingExtraError, match=r"rlpost\[ifeval\]"):
         verdicts(["punctuation:no_comma"], [{}], "", "A reply.")
+
+
+def run_offline(program: str, *arguments: str, surroundings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program that fails where it asks for the network."""
+    refuse = """
+import socket, sys
+def refused(*_): raise AssertionError("the network was asked for")
+socket.socket.connect = socket.getaddrinfo = refused
+"""
+    command = [sys.executable, "-c", refuse + program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=surroundings, check=True)
+
+
+# IFBench
+
+TAGGED = "words:start_verb"  # needs a tagger that NLTK downloads, which no package brings
+
+
+@needs_ifbench
+def test_each_row_of_the_58_kinds_is_checked_without_a_draw() -> None:
+    rows = [row for row in rows_of(IFBENCH_ROWS) if TAGGED not in row["instruction_id_list"]]
+    before = random.getstate()
+    assert [IFBENCH.complaint(row) for row in rows] == [None] * 294
+    assert random.getstate() == before
+    assert {kind for row in rows for kind in row["instruction_id_list"]} | {TAGGED} == set(IFBENCH.checkers())
+    assert len(IFBENCH.checkers()) == 58
+
+
+def test_the_import_of_the_checkers_downloads_nothing(tmp_path: Path) -> None:
+    program = """
+import nltk
+before = nltk.download
+from rlpost.rewards.ifbench import verdicts
+print(verdicts(["format:no_whitespace"], [{}], "", "one"), nltk.download == before)
+"""
+    surroundings = {**os.environ, "HOME": str(tmp_path), "NLTK_DATA": str(tmp_path)}
+    done = run_offline(program, surroundings=surroundings)
+    assert (done.stdout, done.stderr) == ("([True], [True]) True\n", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 # The published verdicts
@@ -388,47 +379,34 @@ def test_verdicts_are_the_published_ones(rows: dict[int, dict[str, Any]], ours: 
 
 
 @needs_ifeval
-def test_totals_are_those_that_were_measured(ours: Verdicts) -> None:
-    strict, loose = [list(both) for both in zip(*ours.values(), strict=True)]
-    totals = [
-        fmean(map(all, strict)),
-        fmean(one for row in strict for one in row),
-        fmean(map(all, loose)),
-        fmean(one for row in loose for one in row),
-    ]
-    assert totals == pytest.approx([417 / 541, 698 / 834, 431 / 541, 714 / 834])  # .7708 .8369 .7967 .8561
-
-
-@needs_ifeval
 def test_an_evaluation_reports_the_four_accuracies_of_the_paper(ours: Verdicts) -> None:
     played = [Conversation({}, [], group_id=number, policy_versions=[0]) for number in range(len(ours))]
     for conversation, both in zip(played, ours.values(), strict=True):
         record(conversation, score(Judged(*both, [], []), answer_only=False))
     assert [re.sub(r" *\[.*?\] *", " ", line).split() for line in summarise(played).lines()[1:4]] == [
         ["loose", "strict"],
-        ["prompt", "level", "79.7%", "77.1%"],
-        ["instruction", "level", "85.6%", "83.7%"],
+        ["prompt", "level", "79.7%", "77.1%"],  # 431 and 417 of 541
+        ["instruction", "level", "85.6%", "83.7%"],  # 714 and 698 of 834
     ]
 
 
+PROGRAM = """
+import json, time
+from rlpost.rewards.ifeval import verdicts
+rows, replies = ([json.loads(line) for line in open(file)] for file in sys.argv[1:])
+of = {r["prompt"]: r["response"] for r in replies}
+judged = {r["key"]: verdicts(r["instruction_id_list"], r["kwargs"], r["prompt"], of[r["prompt"]]) for r in rows}
+print(json.dumps([time.process_time(), judged]))
+"""
+
+
 @needs_ifeval
-def test_verdicts_take_seconds_need_no_network_and_are_the_same_in_another_process(ours: Verdicts) -> None:
-    program = (
-        "import json, socket, sys, time\n"
-        "def refused(*_): raise AssertionError('the network was asked for')\n"
-        "socket.socket.connect = socket.getaddrinfo = refused\n"
-        "from rlpost.rewards.ifeval import verdicts\n"
-        "rows = [json.loads(line) for line in open(sys.argv[1])]\n"
-        "replies = {r['prompt']: r['response'] for r in map(json.loads, open(sys.argv[2]))}\n"
-        "judged = {r['key']: verdicts(r['instruction_id_list'], r['kwargs'], r['prompt'], replies[r['prompt']])"
-        " for r in rows}\n"
-        "print(json.dumps([time.process_time(), judged]))\n"
-    )
-    surroundings = {**os.environ, "NLTK_DATA": str(NLTK_DATA), "PYTHONHASHSEED": "7"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(IFEVAL_ROWS), str(IFEVAL_REPLIES)],
-        capture_output=True, text=True, cwd=ROOT, env=surroundings, check=True,
-    )  # fmt: skip
+def test_verdicts_need_no_network_and_are_those_of_any_process(ours: Verdicts, tmp_path: Path) -> None:
+    """Set-up brings all they need: the home is empty, and NLTK's data are those of the package if it is installed."""
+    surroundings = os.environ | {"HOME": str(tmp_path), "PYTHONHASHSEED": "7", "NLTK_DATA": str(NLTK_DATA)}
+    if PACKAGED_NLTK_DATA() is not None:
+        del surroundings["NLTK_DATA"]
+    done = run_offline(PROGRAM, str(IFEVAL_ROWS), str(IFEVAL_REPLIES), surroundings=surroundings)
     seconds, theirs = json.loads(done.stdout)  # of this process, imports included, whatever else the machine does
     assert {int(key): tuple(both) for key, both in theirs.items()} == ours
     assert done.stderr == ""
@@ -439,14 +417,12 @@ def test_verdicts_take_seconds_need_no_network_and_are_the_same_in_another_proce
 def test_verdicts_are_the_same_in_threads(
     rows: dict[int, dict[str, Any]], replies: dict[str, str], ours: Verdicts
 ) -> None:
-    of_languages = {
-        key: row for key, row in rows.items() if any(kind in OF_LANGUAGE for kind in row["instruction_id_list"])
-    }
-    of_languages = dict(list(of_languages.items())[:12])
+    of_languages = [key for key, row in rows.items() if set(OF_LANGUAGE) & set(row["instruction_id_list"])][:12]
+    chosen = {key: rows[key] for key in of_languages}
     ifeval.language_profiles.cache_clear()  # the first use is the one that could be two threads' at once
     with ThreadPoolExecutor(8) as pool:
-        runs = list(pool.map(lambda _: judged(of_languages, replies), range(8)))
-    assert all(run == {key: ours[key] for key in of_languages} for run in runs)
+        runs = list(pool.map(lambda _: judged(chosen, replies), range(8)))
+    assert all(run == {key: ours[key] for key in chosen} for run in runs)
 
 
 OF_LANGUAGE = ("language:response_language", "change_case:english_capital", "change_case:english_lowercase")

@@ -37,12 +37,6 @@ def test_exactly_one_block_of_each_kind_earns_a_bonus(thinks: int, answers: int,
     assert score(judged, answer_only=False).reward == 1.0  # the form is nothing where it is not asked for
 
 
-def test_the_best_rewards() -> None:
-    assert best_reward(answer_only=False) == 1.0
-    assert best_reward(answer_only=True) == pytest.approx(1.15)
-    assert best_reward(answer_only=True, weights=(2.0, 0.0, 0.0, 0.0)) == pytest.approx(2.15)
-
-
 def test_blocks_are_complete_and_in_order() -> None:
     assert blocks("<a>1</a> <a>\n 2\n3 </a><a>4", "a") == ["1", "2\n3"]
     assert blocks("</a><a>1</a>", "a") == ["1"]

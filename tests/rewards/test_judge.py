@@ -1,4 +1,4 @@
-"""A model as judge: what it is asked, how its verdict is read, what is kept, and what happens when it fails."""
+"""A model as judge: its requests, how its verdict is read, the cache, and failures."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rlpost.rewards.calls import RewardFunction
 from rlpost.rewards.functions import Finished, Rewards
 from rlpost.rewards.judge import Judge
 from tests.judge_server import Script, reply_of, serving
+from tests.says import Says
 
 RUBRIC = "How long is it?"
 
@@ -54,7 +55,7 @@ def test_the_request_is_that_of_a_chat_completion() -> None:
     rules, question = asked["messages"]
     assert (rules["role"], question["role"]) == ("system", "user")
     assert RUBRIC in rules["content"]
-    assert "a number from 0 to 10" in rules["content"]
+    assert " 0 to 10 " in rules["content"]
     [fence] = set(re.findall(r"=== \w+ ===", question["content"]))
     assert question["content"] == (f"The prompt:\n{fence}\na prompt\n{fence}\n\nThe reply:\n{fence}\na reply\n{fence}")
     assert fence in rules["content"]
@@ -75,7 +76,7 @@ def test_what_was_judged_once_is_never_asked_again(tmp_path: Path) -> None:
     assert judged(same, "abc", prompt="another?") == [0.0]
 
 
-def test_what_was_judged_before_a_call_was_cut_short_is_kept(tmp_path: Path) -> None:
+def test_verdicts_before_a_cancelled_call_are_kept(tmp_path: Path) -> None:
     file, asked, released = tmp_path / "judged.db", [], threading.Event()
 
     def ask(messages: Any) -> str:
@@ -100,7 +101,7 @@ def test_what_was_judged_before_a_call_was_cut_short_is_kept(tmp_path: Path) -> 
     assert len(asked) == 3
 
 
-def test_requests_are_under_way_together_but_no_more_than_asked() -> None:
+def test_no_more_requests_than_asked_are_in_flight_at_once() -> None:
     together = threading.Barrier(3)
 
     def script(body: dict[str, Any]) -> str:
@@ -119,24 +120,23 @@ def test_what_failed_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    "reply",
     [
-        ("I like it.", "does not end with its only line `Score: N`"),
-        ("", "does not end with its only line"),
-        ("Score: 10\nScore: 2", "only line"),  # as when the judge quotes what it judges
-        ("Score: 3\nI hope this helps.", "I hope this helps."),
-        ("Score: 7/10", "only line"),
-        ("Score: 11", "11 is not from 0 to 10"),
-        ("Score: nan", "only line"),
-        ("Score: ٣", "only line"),
+        "I like it.",
+        "",
+        "Score: 10\nScore: 2",  # as when the judge quotes what it judges
+        "Score: 3\nI hope this helps.",
+        "Score: 7/10",
+        "Score: 11",
+        "Score: nan",
+        "Score: ٣",
     ],
 )
-def test_a_verdict_that_cannot_be_read_is_an_error_and_never_0(reply: str, said: str) -> None:
+def test_an_unreadable_verdict_is_an_error_and_never_0(reply: str, says: Says) -> None:
     verdicts, asked = of_script(lambda body: reply if reply_of(body) == "bad" else "Score: 5", "bad", "good", retries=1)
     assert (verdicts[1], asked) == (0.5, 3)
     assert isinstance(verdicts[0], RewardError)
-    assert said in str(verdicts[0])
-    assert "no verdict in 2 tries" in str(verdicts[0])
+    says("reward", verdicts[0])
 
 
 @pytest.mark.parametrize(
@@ -172,24 +172,17 @@ def test_an_answer_that_is_late_is_an_error() -> None:
     assert "timed out" in str(error)
 
 
-def test_a_server_that_is_not_there_is_an_error() -> None:
-    with serving(length) as server:
-        url = server.url
-    [error] = judged(of_server(url, retries=0), "a")
-    assert "refused" in str(error)
-
-
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_request_that_fails_for_every_reply_stops_the_run(status: int) -> None:
     with serving(lambda body: status) as server:
-        with pytest.raises(ConfigError, match=f"m cannot be asked: .* answers {status}"):
+        with pytest.raises(ConfigError, match=f"answers {status}"):
             judged(of_server(server.url), "a")
         assert len(server.asked) == 1
 
 
-def test_the_key_comes_from_the_environment_and_follows_no_redirection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_the_environment_follows_no_redirection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
-    with pytest.raises(ConfigError, match="set the environment variable MY_KEY"):
+    with pytest.raises(ConfigError, match="MY_KEY"):
         of_server("http://127.0.0.1:1/v1", api_key_variable="MY_KEY")
     monkeypatch.setenv("MY_KEY", "secret")
     with serving(lambda body: 302) as server:
@@ -214,7 +207,7 @@ def test_the_cache_keeps_the_newest(tmp_path: Path) -> None:
     opened.close()
 
 
-def test_replies_without_a_verdict_count_as_failed_and_are_not_judged_twice() -> None:
+def test_replies_without_a_verdict_fail_and_are_judged_once() -> None:
     with serving(lambda body: "Well." if reply_of(body) == "bad" else "Score: 10") as server:
         judge = of_server(server.url, retries=0)
 
@@ -226,5 +219,4 @@ def test_replies_without_a_verdict_count_as_failed_and_are_not_judged_twice() ->
         assert len(server.asked) == 3
     assert [score.valid for score in scores] == [True, False, True]
     assert [scores[0].reward, scores[2].reward] == [1.0, 1.0]
-    assert scores[1].error is not None
-    assert "polite failed: RewardError: the judge m gave no verdict in 1 tries" in scores[1].error
+    assert "RewardError" in (scores[1].error or "")

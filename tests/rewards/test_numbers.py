@@ -1,8 +1,10 @@
+"""The last number of a reply, the reply that is a number alone, and the reward made of both."""
+
 import time
 
 import pytest
 
-from rlpost.rewards.numbers import canonical, last_number, only_number
+from rlpost.rewards.numbers import canonical, last_number, only_number, score
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,25 @@ def test_hostile_replies_take_linear_time(piece: str) -> None:
         return time.process_time() - started
 
     assert min(seconds(100_000) for _ in range(3)) < 1  # quadratic time would be minutes
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "strict", "lenient"),
+    [
+        ("91", "91", 1.0, 1.0),
+        (" 91.\n", "91", 1.0, 1.0),
+        ("34 + 57 = 91", "91", 0.0, 1.0),
+        ("91 is 34 + 57", "91", 0.0, 0.0),
+        ("910", "91", 0.0, 0.0),
+        ("", "91", 0.0, 0.0),
+        ("34 - 57 = -23", "-23", 0.0, 1.0),
+        ("34 - 57 = 23", "-23", 0.0, 0.0),
+        ("It is 34 - 23", "-23", 0.0, 0.0),
+    ],
+)
+def test_the_reward_is_the_last_number_and_strict_the_reply(
+    reply: str, answer: str, strict: float, lenient: float
+) -> None:
+    scored = score(reply, answer)
+    assert (scored.reward, scored.parts) == (lenient, {"answer": lenient})
+    assert (scored.accuracy_strict, scored.accuracy_lenient) == (strict, lenient)

@@ -11,7 +11,6 @@ from rlpost.rewards.reasoning_tasks import (
     checked_config,
     make_dataset,
     may_be_scored,
-    scorer,
     tasks,
 )
 
@@ -62,52 +61,30 @@ def test_no_answer_is_too_long_or_holds_a_nul() -> None:
 
 
 def test_every_scorer_that_evaluates_its_answer_is_known() -> None:
+    from reasoning_gym.factory import DATASETS
+
     evaluating = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
-    found = {task for task in tasks() if evaluating.search(inspect.getsource(_dataset_class(task).score_answer))}
+    found = {task for task in tasks() if evaluating.search(inspect.getsource(DATASETS[task][0].score_answer))}
     # number_sorting evaluates the right answer alone
     assert found - {"number_sorting"} == {*EVALUATE_LISTS, *EVALUATE_EXPRESSIONS}
 
 
-def _dataset_class(task: str) -> type:
-    from reasoning_gym.factory import DATASETS
-
-    return DATASETS[task][0]
-
-
-def test_the_score_is_the_generators_own_partial_credit_included(monkeypatch: pytest.MonkeyPatch) -> None:
-    import base64
-    import pickle
-
-    # a process of its own holds itself to some memory; this one runs other tests too
-    monkeypatch.setattr("rlpost.rewards.reasoning_tasks.limit_memory", lambda num_bytes: None)
-    entry = make_dataset("leg_counting", {}, seed=1)[0]
-    score, _ = scorer("leg_counting", {})
-    pickled = base64.b64encode(pickle.dumps(entry)).decode()
-    wanted = entry["answer"]
-    assert score((wanted, pickled)) == 1.0
-    assert score((f"{wanted} legs", pickled)) == pytest.approx(len(wanted) / len(f"{wanted} legs"))
-    assert score(("none", pickled)) == 0.0
-
-
 @pytest.mark.parametrize(
-    ("task", "config", "message"),
+    ("task", "config", "named"),
     [
-        ("leg_countin", {}, "env.task=leg_countin is none of reasoning-gym's generators; did you mean leg_counting?"),
-        ("composite", {}, "env.task=composite is none of"),
-        ("leg_counting", {"min_animal": 2}, "sets min_animal, which env.task=leg_counting does not have; did you mean"),
-        ("leg_counting", {"min_animals": "x"}, "sets min_animals to 'x': env.task=leg_counting wants a value like"),
-        ("leg_counting", {"seed": 1}, "multiple values for keyword argument 'seed'"),
-        ("leg_counting", {"min_animals": 9, "max_animals": 3}, "does not fit env.task=leg_counting: max_animals must"),
+        ("leg_countin", {}, "did you mean leg_counting?"),
+        ("composite", {}, "env.task=composite"),
+        ("leg_counting", {"min_animal": 2}, "did you mean min_animals?"),
+        ("leg_counting", {"min_animals": "x"}, "min_animals to 'x'"),
+        ("leg_counting", {"seed": 1}, "'seed'"),
+        ("leg_counting", {"min_animals": 9, "max_animals": 3}, "max_animals"),
     ],
 )
-def test_a_task_or_setting_that_is_not_there_is_refused(task: str, config: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+def test_a_task_or_setting_that_is_not_there_is_refused(task: str, config: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
         make_dataset(task, checked_config(task, config), seed=0)
-    assert message in str(raised.value)
 
 
 def test_a_list_becomes_the_tuple_that_the_generator_has() -> None:
-    assert checked_config("countdown", {"operators": ["+", "-"], "min_numbers": 2}) == {
-        "operators": ("+", "-"),
-        "min_numbers": 2,
-    }
+    checked = checked_config("countdown", {"operators": ["+", "-"], "min_numbers": 2})
+    assert checked == {"operators": ("+", "-"), "min_numbers": 2}
