@@ -45,6 +45,15 @@ TOOLS: Chat = [
 CALLS_AS_TEXT: Chat = [TOOLS[0], {"role": "assistant", "content": "sky(Rome)"}, *TOOLS[2:]]
 
 
+def encoded(tokenizer: Any, messages: Chat, max_tokens: int | None = None) -> Sample:
+    return Encoder(tokenizer, max_tokens).encode(Demonstration("row 1", messages))
+
+
+def trained_texts(tokenizer: Any, sample: Sample) -> list[str]:
+    """Each stretch of trained tokens, decoded."""
+    return stretches(tokenizer, sample.ids, sample.mask)[1::2]
+
+
 @pytest.mark.parametrize(
     ("name", "opened", "end"),
     [
@@ -59,8 +68,8 @@ def test_end_of_turn_is_what_the_template_keeps_behind_an_answer(name: str, open
     tokenizer = bytes_tokenizer(ending(name, opened))
     assert tokenizer.convert_ids_to_tokens(stop_ids(tokenizer)) == [end, "<|endoftext|>"]
     if not opened:
-        _, trained, *_ = stretches(tokenizer, *ChatMask(tokenizer).encode(SINGLE))
-        assert trained == {"command": "Four.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"}.get(name, f"Four.{end}")
+        written = "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" if name == "command" else end
+        assert trained_texts(tokenizer, encoded(tokenizer, MULTI)) == [f"Four.{written}", f" Six.\n{written}"]
 
 
 # family -> what stands before an answer, the second answer of MULTI, the end of a turn, and the call of TOOLS
@@ -73,15 +82,6 @@ TRAINED = {
     "plain": ("", " Six.\n", "</s>", "sky(Rome)"),
 }
 TOKENIZERS = pytest.mark.parametrize("tokenizer_of", [bytes_tokenizer, merging_tokenizer], ids=["bytes", "merges"])
-
-
-def encoded(tokenizer: Any, messages: Chat, max_tokens: int | None = None) -> Sample:
-    return Encoder(tokenizer, max_tokens).encode(Demonstration("row 1", messages))
-
-
-def trained_texts(tokenizer: Any, sample: Sample) -> list[str]:
-    """Each stretch of trained tokens, decoded."""
-    return stretches(tokenizer, sample.ids, sample.mask)[1::2]
 
 
 @TOKENIZERS
@@ -166,13 +166,6 @@ def test_a_conversation_whose_mask_cannot_be_found_is_refused(case: str, says: S
 def test_a_prompt_that_is_rendered_already_is_refused() -> None:
     with pytest.raises(DataError, match=r"message 1 .*<\|im_start\|>"):
         Continuation(bytes_tokenizer(FAMILIES["chatml"])).begin(Conversation(task={}, messages=[RENDERED]))
-
-
-def test_an_end_of_the_whole_text_behind_the_last_turn_is_not_trained() -> None:
-    """Phi 3 writes `<|endoftext|>` where no answer is asked for: behind the last turn, whichever that is."""
-    tokenizer = changed(CHATML, "{% endif -%}", "{% else %}<|endoftext|>{% endif -%}")
-    assert tokenizer.apply_chat_template(SINGLE, tokenize=False).endswith("Four.<|im_end|>\n<|endoftext|>")
-    assert trained_texts(tokenizer, encoded(tokenizer, MULTI)) == ["Four.<|im_end|>", " Six.\n<|im_end|>"]
 
 
 THOUGHTS = "{{ '<think>\n\n</think>\n\n' if loop.last and m.role == 'assistant' else '' }}{{ m.content }}"

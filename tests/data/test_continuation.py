@@ -10,21 +10,11 @@ import pytest
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.errors import DataError
-from tests.chat_templates import CHATML_TOKENS, FAMILIES, Family, bytes_tokenizer, merging_tokenizer
+from tests.chat_templates import FAMILIES, bytes_tokenizer, merging_tokenizer
 from tests.says import Says
 
 WORD = {"type": "object", "properties": {"word": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "lookup", "description": "Look a word up.", "parameters": WORD}}
-# as the template of Qwen3 does: thinking is shown only in turns after the last question
-FORGETFUL = """\
-{%- set ns = namespace(last=0) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
-{%- for m in messages -%}
-{%- set said = m.content.split('</think>')[-1] if m.role == 'assistant' and loop.index0 < ns.last else m.content -%}
-{{- '<|im_start|>' + m.role + '\n' + said + '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
-"""
 WITH_TOOLS = """\
 {%- if tools -%}{{- '<|im_start|>system\nTools: ' + (tools | map(attribute='function') | list | tojson) -}}
 {{- '<|im_end|>\n' -}}{%- endif -%}
@@ -70,16 +60,6 @@ def test_the_ids_say_what_the_template_writes_and_keep_what_was_sampled(family: 
     assert trained == [token for reply in replies for token in reply.token_ids]
     assert [lp for lp, own in zip(conversation.log_probs, conversation.mask, strict=True) if not own] == [0.0] * (
         conversation.mask.count(0)
-    )
-
-
-def test_a_template_that_rewrites_earlier_turns_goes_on_behind_the_sampled_ids() -> None:
-    tokenizer = bytes_tokenizer(Family(FORGETFUL, CHATML_TOKENS, "<|im_end|>"))
-    conversation = begun(tokenizer, ("user", "What?"))
-    conversation.add_completion(sampled(tokenizer, "<think>Hm.</think>Six"))
-    gone_on(tokenizer, conversation, "user", "Why?")
-    assert tokenizer.decode(conversation.response_ids) == (
-        "<think>Hm.</think>Six<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 

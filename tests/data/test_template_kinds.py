@@ -16,7 +16,7 @@ from rlpost.data.faults import Fault
 from rlpost.data.habits import CallForm, Habits, reply_text
 from rlpost.data.rendering import render
 from rlpost.data.template_choice import with_choice
-from tests.chat_templates import KINDS, bytes_tokenizer, ending, kind, stretches
+from tests.chat_templates import KINDS, kind, stretches
 from tests.says import Says
 
 Chat = list[dict[str, Any]]
@@ -137,13 +137,6 @@ def test_each_answer_is_trained_behind_the_prompt_that_asks_for_it(
     sample = encoded(name, messages)
     assert (sample.fault, sample.reason) == (None, "")
     assert pieces_of(kind(name), sample) == pieces
-
-
-def test_a_template_of_two_closing_tokens_trains_both_once() -> None:
-    tokenizer = bytes_tokenizer(ending("command"))
-    sample = Encoder(tokenizer).encode(Demonstration("row 1", TWO))
-    [texts] = pieces_of(tokenizer, sample)
-    assert texts[1::2] == [f"{text}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" for text in ("Four.", "Six.")]
 
 
 def test_pieces_and_empty_thoughts_are_noted(says: Says) -> None:
