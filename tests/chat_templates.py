@@ -7,8 +7,10 @@ writes tool calls and results, and what it refuses.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 CHATML = """\
@@ -139,6 +141,15 @@ FAMILIES = {
     "mistral": Family(MISTRAL.replace("SYSTEM_WITH", "loop.first"), MISTRAL_TOKENS, "</s>", "<s>"),
     "plain": Family(PLAIN, ("<s>", "</s>"), "</s>", "<s>"),
 }
+# tokenizers for formats that are written by name: their special tokens
+HEADED_TOKENS = ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>")
+MISTRAL7_TOKENS = ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_CONTENT]")
+DEEPSEEK_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
+BY_NAME = FAMILIES | {
+    "llama4": Family("", HEADED_TOKENS, "<|eot|>", "<|begin_of_text|>"),
+    "mistral": Family("", MISTRAL7_TOKENS, "</s>", "<s>"),
+    "deepseek": Family("", DEEPSEEK_TOKENS, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+}
 # each ends the last answer in a way of its own: with its name's first special token, and more or less behind it
 ENDINGS = {
     "phi": "{{ '<|end|>\n' }}{% if loop.last and not add_generation_prompt %}{{ eos_token }}{% endif %}",
@@ -204,6 +215,7 @@ def _finished(merges: list[tuple[str, str]], family: Family) -> Any:
         tokenizer_object=tokenizer, bos_token=family.bos, eos_token=family.eos, additional_special_tokens=others
     )
     fast.chat_template = family.template
+    fast.name_or_path = "models/Small-1B"
     return fast
 
 
@@ -332,3 +344,11 @@ KINDS = {
 def kind(name: str) -> Any:
     """A tokenizer of bytes with a template of `KINDS`."""
     return bytes_tokenizer(Family(KINDS[name], _KIND_TOKENS, "<|endoftext|>"))
+
+
+def stretches(tokenizer: Any, ids: Sequence[int], mask: Sequence[bool]) -> list[str]:
+    """The text of `ids` as what is read and what is trained in turn; what is read comes first."""
+    texts = [""] if mask[:1] == [True] else []
+    for _, stretch in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
+        texts.append(tokenizer.decode([token for token, _ in stretch]))
+    return texts

@@ -12,13 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, set_list_to_stack
 
-from rlpost.data import History
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
-from rlpost.data.ragged import ragged, strings
-from rlpost.torchrl.batches import concat_rows, select_rows
+from rlpost.data.ragged import column
+from rlpost.torchrl.batches import select_rows
 
 Make = Callable[..., Conversation]
 
@@ -82,28 +81,20 @@ def test_every_key_of_a_conversation_of_two_turns() -> None:
 
 def test_types_are_those_the_module_promises() -> None:
     batch = batch_from_conversations([two_turns()])
-    assert {
-        batch["tokens", "full"].dtype,
-        batch["group_id"].dtype,
-        batch["sample"].dtype,
-        batch["policy_version"].dtype,
-        batch["policy_version_max"].dtype,
-    } == {torch.int64}
-    assert batch["log_probs", "full"].dtype == batch["next", "reward"].dtype == torch.float32
-    assert {batch["masks", "all_assistant_mask"].dtype, batch["valid"].dtype} == {torch.bool}
-    assert batch["next", "done"].dtype == torch.bool
+    names = [("tokens", "full"), "group_id", "sample", "policy_version", "policy_version_max"]
+    assert {batch[name].dtype for name in names} == {torch.int64}
+    assert {batch[name].dtype for name in (("log_probs", "full"), ("next", "reward"))} == {torch.float32}
+    flags = [("masks", "all_assistant_mask"), "valid", ("next", "done")]
+    assert {batch[name].dtype for name in flags} == {torch.bool}
 
 
-def test_a_failed_reward_is_nan_and_marked(conversation: Make) -> None:
-    batch = batch_from_conversations([conversation(reward=None, valid=False), conversation(reward=1.0)])
+def test_a_reward_or_part_that_a_row_lacks_is_nan(conversation: Make) -> None:
+    failed = conversation(reward=None, valid=False, reward_parts={"a": 1.0})
+    batch = batch_from_conversations([failed, conversation(reward=1.0, reward_parts={"b": 2.0})])
     assert batch["valid"].tolist() == [False, True]
-    assert batch["next", "reward"].squeeze(-1).nan_to_num(-1).tolist() == [-1.0, 1.0]
-
-
-def test_a_part_that_a_row_lacks_is_nan_there(conversation: Make) -> None:
-    batch = batch_from_conversations([conversation(reward_parts={"a": 1.0}), conversation(reward_parts={"b": 2.0})])
-    parts = batch["next", "reward_parts"]
-    assert [parts[name].squeeze(-1).nan_to_num(-1).tolist() for name in ("a", "b")] == [[1, -1], [-1, 2]]
+    after = batch["next"].flatten_keys()
+    names = ("reward", "reward_parts.a", "reward_parts.b")
+    assert [after[name].flatten().nan_to_num(-1).tolist() for name in names] == [[-1, 1], [1, -1], [-1, 2]]
 
 
 def test_versions_that_are_uuids_stay_text(conversation: Make) -> None:
@@ -160,16 +151,11 @@ def test_selected_rows_are_copies(mixed: TensorDict) -> None:
     assert mixed["next", "reward"][0].item() == 0.0
 
 
-def test_joined_histories_have_the_width_of_the_longest(mixed: TensorDict, conversation: Make) -> None:
-    joined = concat_rows([batch_from_conversations([conversation()]), mixed])
-    assert isinstance(joined["history"], History)
-    assert joined["history"].batch_size == torch.Size([5, 4])
-
-
-def test_ragged_rows_and_strings_come_back() -> None:
-    nested = ragged([torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([3])])
-    assert lists(nested) == [[1, 2], [], [3]]
-    assert strings(["same", "same"]).tolist() == ["same", "same"]
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_list_that_was_set_as_one_object_is_a_value_a_row() -> None:
+    with set_list_to_stack(False):
+        given = TensorDict({"text_response": ["one", "two"]}, batch_size=[2])
+    assert column(given, "text_response") == ["one", "two"]
 
 
 def spoken(*turns: tuple[int, PolicyVersionLabel, list[tuple[int, PolicyVersionLabel]]]) -> Conversation:
@@ -197,7 +183,7 @@ def test_every_sampled_id_has_the_version_it_was_sampled_under() -> None:
     assert "token_versions" not in batch_from_conversations([spoken((2, "a", [(1, "b")]))])
 
 
-def test_a_saved_conversation_keeps_its_versions_and_one_without_them_tells_no_more_than_it_knows() -> None:
+def test_a_saved_conversation_keeps_the_versions_it_knows() -> None:
     conversation = spoken((3, 5, [(1, 6)]), (1, 7, []))
     saved = json.loads(json.dumps(asdict(conversation)))
     assert Conversation(**saved).token_versions() == conversation.token_versions() == [5, 6, 6, -1, -1, 7]

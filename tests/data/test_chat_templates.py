@@ -12,14 +12,16 @@ from rlpost.data.chat_templates import (
     TEMPLATES,
     UnknownTemplateError,
     UnparsedTextError,
+    parse_qwen,
     template_to_read,
     template_to_write,
 )
 from rlpost.data.conversation import Message
 from rlpost.data.rendering import render
-from rlpost.errors import DataError, RlpostError
+from rlpost.errors import DataError
 from rlpost.model.conversion import tiny_tokenizer
-from tests.chat_templates import CHATML, FAMILIES, bytes_tokenizer
+from tests.chat_templates import BY_NAME, CHATML, FAMILIES, bytes_tokenizer
+from tests.says import Says
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Two and two?"}
@@ -27,63 +29,49 @@ ANSWER = {"role": "assistant", "content": "Four."}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "zwei"}}}
 RESULT = {"role": "tool", "content": 'it is "4"'}
 
+# what begins a text, a turn with its role, and what ends one, of formats whose texts are read back too
+HEADED = {
+    "chatml": ("", "<|im_start|>{}\n", "<|im_end|>\n"),
+    "qwen": ("", "<|im_start|>{}\n", "<|im_end|>\n"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
+    "llama4": ("<|begin_of_text|>", "<|header_start|>{}<|header_end|>\n\n", "<|eot|>"),
+    "gemma": ("<bos>", "<start_of_turn>{}\n", "<end_of_turn>\n"),
+}
+
+
+def turns(name: str, *said: tuple[str, str]) -> str:
+    """The text of a format in which each role says its text."""
+    begin, opening, end = HEADED[name]
+    return begin + "".join(opening.format(role) + text + end for role, text in said)
+
+
 # what each format writes of SYSTEM, USER, ANSWER
 WRITTEN = {
-    "chatml": (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTwo and two?<|im_end|>\n"
-        "<|im_start|>assistant\nFour.<|im_end|>\n"
-    ),
-    "qwen": (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTwo and two?<|im_end|>\n"
-        "<|im_start|>assistant\nFour.<|im_end|>\n"
-    ),
-    "llama3": (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nTwo and two?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\nFour.<|eot_id|>"
-    ),
-    "llama4": (
-        "<|begin_of_text|><|header_start|>system<|header_end|>\n\nBe brief.<|eot|>"
-        "<|header_start|>user<|header_end|>\n\nTwo and two?<|eot|>"
-        "<|header_start|>assistant<|header_end|>\n\nFour.<|eot|>"
-    ),
-    "gemma": (
-        "<bos><start_of_turn>user\nBe brief.\n\nTwo and two?<end_of_turn>\n<start_of_turn>model\nFour.<end_of_turn>\n"
-    ),
+    **{
+        name: turns(name, ("system", "Be brief."), ("user", "Two and two?"), ("assistant", "Four."))
+        for name in ("chatml", "qwen", "llama3", "llama4")
+    },
+    "gemma": turns("gemma", ("user", "Be brief.\n\nTwo and two?"), ("model", "Four.")),  # it has no system message
     "mistral": "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Two and two?[/INST]Four.</s>",
     "deepseek": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Two and two?<｜Assistant｜>Four.<｜end▁of▁sentence｜>",
 }
-PROMPT = {
-    "chatml": "<|im_start|>assistant\n",
-    "qwen": "<|im_start|>assistant\n",
-    "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "llama4": "<|header_start|>assistant<|header_end|>\n\n",
-    "gemma": "<start_of_turn>model\n",
-    "mistral": "",
-    "deepseek": "<｜Assistant｜>",
-}
+PROMPT = {name: opening.format("model" if name == "gemma" else "assistant") for name, (_, opening, _) in HEADED.items()}
+PROMPT |= {"mistral": "", "deepseek": "<｜Assistant｜>"}
 # what each format writes of USER, an answer with a call, its RESULT, ANSWER
-WITH_CALL = {
+ADD = '{"name": "add", "parameters": {"a": 2, "b": "zwei"}}'
+OF_TURNS = {  # the call, the role of its result, and the result
     "qwen": (
-        "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
-        '{"name": "add", "arguments": {"a": 2, "b": "zwei"}}\n</tool_call><|im_end|>\n'
-        '<|im_start|>user\n<tool_response>\nit is "4"\n</tool_response><|im_end|>\n'
-        "<|im_start|>assistant\nFour.<|im_end|>\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "zwei"}}\n</tool_call>',
+        "user",
+        '<tool_response>\nit is "4"\n</tool_response>',
     ),
-    "llama3": (
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nTwo and two?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-        '{"name": "add", "parameters": {"a": 2, "b": "zwei"}}<|eot_id|>'
-        '<|start_header_id|>ipython<|end_header_id|>\n\n"it is \\"4\\""<|eot_id|>'
-        "<|start_header_id|>assistant<|end_header_id|>\n\nFour.<|eot_id|>"
-    ),
-    "llama4": (
-        "<|begin_of_text|><|header_start|>user<|header_end|>\n\nTwo and two?<|eot|>"
-        "<|header_start|>assistant<|header_end|>\n\n"
-        '<|python_start|><|python_end|>{"name": "add", "parameters": {"a": 2, "b": "zwei"}}<|eot|>'
-        '<|header_start|>ipython<|header_end|>\n\n"it is \\"4\\""<|eot|>'
-        "<|header_start|>assistant<|header_end|>\n\nFour.<|eot|>"
-    ),
+    "llama3": (ADD, "ipython", '"it is \\"4\\""'),
+    "llama4": (f"<|python_start|><|python_end|>{ADD}", "ipython", '"it is \\"4\\""'),
+}
+WITH_CALL = {
+    name: turns(name, ("user", "Two and two?"), ("assistant", call), (role, result), ("assistant", "Four."))
+    for name, (call, role, result) in OF_TURNS.items()
+} | {
     "mistral": (
         '<s>[INST]Two and two?[/INST][TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": "zwei"}}]</s>'
         '[TOOL_RESULTS][TOOL_CONTENT]it is "4"[/TOOL_RESULTS]Four.</s>'
@@ -97,7 +85,7 @@ WITH_CALL = {
     ),
 }
 WITH_TOOLS = sorted(WITH_CALL)
-READ = [name for name in WRITTEN if TEMPLATES[name].parse is not None]
+NO_TOOLS = ("chatml", "gemma", "deepseek")
 TOKENIZER = tiny_tokenizer()  # templates are given by name: it only lends its jinja
 
 
@@ -135,8 +123,8 @@ def test_a_chat_is_written_in_the_published_format(name: str) -> None:
 def test_calls_and_results_are_written_in_the_published_format(name: str) -> None:
     chat = [USER, calling(), RESULT, ANSWER]
     assert write([chat], name) == [WITH_CALL[name]]
-    if name == "qwen":
-        assert read([WITH_CALL[name]], name) == [chat]
+    if name in HEADED:
+        assert write(read([WITH_CALL[name]], name), name) == [WITH_CALL[name]]
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "llama3", "gemma"])
@@ -153,22 +141,18 @@ def test_what_is_written_is_what_a_tokenizer_of_the_family_writes(name: str) -> 
     assert write([chat], name, prompt=True) == [own]
 
 
-@pytest.mark.parametrize("name", ["chatml", "gemma", "deepseek"])
-def test_a_format_without_tools_refuses_them(name: str) -> None:
-    with pytest.raises(DataError, match="no form for tools"):
-        write([[USER]], name, tools=[{"type": "function", "function": {"name": "add"}}])
-
-
-@pytest.mark.parametrize("name", ["chatml", "gemma"])
-def test_a_format_without_calls_refuses_them(name: str) -> None:
-    with pytest.raises(DataError, match="tool calls"):
-        write([[USER, calling()]], name)
-
-
-def test_llama3_writes_one_call_and_nothing_beside_it() -> None:
-    for message in (calling("Let me see."), calling("", CALL, CALL)):
-        with pytest.raises(DataError, match="writes one call"):
-            write([[USER, message]], "llama3")
+@pytest.mark.parametrize(
+    ("name", "message", "tools", "wrong"),
+    [
+        *((name, ANSWER, [{"type": "function", "function": {"name": "add"}}], "tools") for name in NO_TOOLS),
+        *((name, calling(), None, "tool calls") for name in ("chatml", "gemma")),
+        ("llama3", calling("Let me see."), None, "one call"),
+        ("llama3", calling("", CALL, CALL), None, "one call"),
+    ],
+)
+def test_what_a_format_has_no_form_for_is_refused(name: str, message: Message, tools: Any, wrong: str) -> None:
+    with pytest.raises(DataError, match=wrong):
+        write([[USER, message]], name, tools=tools)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -176,9 +160,7 @@ def test_the_generation_tags_of_a_template_hold_what_the_assistant_mask_does(nam
     chat: list[Message] = [USER, ANSWER, USER, {"role": "assistant", "content": " Four,\n\nas ever \n"}]
     if name in WITH_TOOLS:
         chat = [USER, calling(), RESULT, *chat]
-    tokenizer = bytes_tokenizer(FAMILIES.get(name, FAMILIES["chatml"]))
-    if name in ("llama4", "mistral", "deepseek"):
-        tokenizer = tokenizer_with(name)
+    tokenizer = bytes_tokenizer(BY_NAME[name])
     by_tags = tokenizer.apply_chat_template(
         chat, chat_template=TEMPLATES[name].template, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -189,30 +171,10 @@ def test_the_generation_tags_of_a_template_hold_what_the_assistant_mask_does(nam
     assert ours["assistant_masks"][0].int().tolist() == by_tags["assistant_masks"]
 
 
-def tokenizer_with(name: str) -> Any:
-    from tests.chat_templates import Family
-
-    special = {
-        "llama4": ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>"),
-        "mistral": ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_CONTENT]"),
-        "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
-    }[name]
-    eos = {"llama4": "<|eot|>", "mistral": "</s>", "deepseek": "<｜end▁of▁sentence｜>"}[name]
-    return bytes_tokenizer(Family("", special, eos, special[0]))
-
-
 # What is read
 
 
-@pytest.mark.parametrize("name", READ)
-def test_a_written_chat_is_read_back(name: str) -> None:
-    chat = [SYSTEM, USER, ANSWER]
-    if name == "gemma":  # which has no system turn: it is the head of the user's
-        chat = [{"role": "user", "content": "Be brief.\n\nTwo and two?"}, ANSWER]
-    assert read([WRITTEN[name]], name) == [chat]
-
-
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", HEADED)
 def test_a_generation_prompt_is_read_as_an_empty_unfinished_answer(name: str) -> None:
     (text,) = write([[USER]], name, prompt=True)
     assert read([text], name) == [[USER, {"role": "assistant", "content": "", "is_complete": False}]]
@@ -220,7 +182,7 @@ def test_a_generation_prompt_is_read_as_an_empty_unfinished_answer(name: str) ->
 
 
 @pytest.mark.parametrize("cut", [10, 25])
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", HEADED)
 def test_of_a_text_cut_short_the_last_message_alone_is_unfinished(name: str, cut: int) -> None:
     long = {"role": "assistant", "content": "It is four, as everybody knows."}
     (text,) = write([[SYSTEM, USER, ANSWER, USER, long]], name)
@@ -257,24 +219,21 @@ def test_what_is_no_call_as_the_template_writes_it_stays_in_the_content(bad: str
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "reason"),
+    ("name", "text"),
     [
-        ("chatml", "Hello", "'Hello' stands outside of any message"),
-        ("chatml", "", "no <|im_start|> is in it"),
-        ("chatml", "<|im_start|>user\nHi<|im_end|> and so on", "' and so on' stands outside"),
-        ("chatml", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assis", "is not a whole header"),
-        ("chatml", "<|im_start|><none>\nHi<|im_end|>\n", "is not a whole header"),
-        ("llama3", "<|header_start|>user<|header_end|>\n\nHi<|eot|>", "outside of any message"),
-        ("llama4", "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>", "outside of any message"),
+        ("chatml", "Hello"),
+        ("chatml", ""),
+        ("chatml", "<|im_start|>user\nHi<|im_end|> and so on"),
+        ("chatml", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assis"),
+        ("chatml", "<|im_start|><none>\nHi<|im_end|>\n"),
+        ("llama3", "<|header_start|>user<|header_end|>\n\nHi<|eot|>"),
+        ("llama4", "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"),
     ],
+    ids=["bare", "empty", "between", "cut header", "padding", "of Llama 4", "of Llama 3"],
 )
-def test_a_text_of_no_messages_is_refused_with_the_usual_cause(name: str, text: str, reason: str) -> None:
-    with pytest.raises(UnparsedTextError, match="include_stop_str_in_output") as caught:
+def test_a_text_of_no_messages_is_refused_with_the_usual_cause(name: str, text: str, says: Says) -> None:
+    with says.refused("tensordict", UnparsedTextError, "include_stop_str_in_output"):
         read([text], name)
-    assert reason in str(caught.value)
-    assert "special tokens" in str(caught.value)
-    assert isinstance(caught.value, RuntimeError | RlpostError)
-    assert "\n" not in str(caught.value)
 
 
 # Text and messages, both ways, whatever they say
@@ -324,7 +283,7 @@ def chats(draw: st.DrawFn, name: str) -> list[Message]:
     return chat
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", HEADED)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_messages_come_back_from_their_text_and_the_text_from_its_messages(name: str, data: st.DataObject) -> None:
@@ -335,61 +294,31 @@ def test_messages_come_back_from_their_text_and_the_text_from_its_messages(name:
 
 
 GOOD, COMPACT = '{"name": "f", "arguments": {"a": 1}}', '{"name":"f"}'
-LLAMA = GOOD.replace("arguments", "parameters")
-# format -> what its turns begin with, what may stand in them, what they end with
-PIECES: dict[str, tuple[list[str], list[str], list[str]]] = {
-    "chatml": (
-        ["<|im_start|>user\n", "<|im_start|>assistant\n"],
-        ["Hi", "\n", " ", f"<tool_call>\n{GOOD}\n</tool_call>"],
-        ["<|im_end|>\n", "<|im_end|>\n", "", "<|im_end|>"],
-    ),
-    "qwen": (
-        ["<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_start|>user\n<tool_response>\n"],
-        [
-            *("Hi", "\n", "\n", "</tool_call>", "<tool_call>\n", "<tool_call>\n{\n</tool_call>"),
-            *(f"<tool_call>\n{GOOD}\n</tool_call>", f"<tool_call>\n{COMPACT}\n</tool_call>"),
-            *("<tool_response>\n", "\n</tool_response>", "\n</tool_response>\n<tool_response>\n"),
-        ],
-        ["<|im_end|>\n", "<|im_end|>\n", "\n</tool_response><|im_end|>\n", "\n</tool_response><|im_end|>\n", ""],
-    ),
-    "llama3": (
-        [f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant", "ipython")],
-        ["Hi", "\n", '"4"', '"\\u0034"', LLAMA, "<|eom_id|>"],
-        ["<|eot_id|>", "<|eot_id|>", "<|eot_id|>", ""],
-    ),
-    "llama4": (
-        [f"<|header_start|>{role}<|header_end|>\n\n" for role in ("user", "assistant", "ipython")]
-        + ["<|header_start|>assistant<|header_end|>\n\n<|python_start|>"],
-        ["Hi", "\n", '"4"', '"\\u0034"', LLAMA, "<|python_end|>", f"<|python_end|>{LLAMA}"],
-        ["<|eot|>", "<|eot|>", "<|eot|>", ""],
-    ),
-    "gemma": (
-        ["<start_of_turn>user\n", "<start_of_turn>model\n"],
-        ["Hi", "\n", " "],
-        ["<end_of_turn>\n", "<end_of_turn>\n", ""],
-    ),
-}
-BEGIN = {"llama3": "<|begin_of_text|>", "llama4": "<|begin_of_text|>", "gemma": "<bos>"}
+RESULT_END = "\n</tool_response>"
+OPENINGS = ["<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_start|>user\n<tool_response>\n"]
+INNER = [
+    *("Hi", "\n", "\n", "</tool_call>", "<tool_call>\n", "<tool_call>\n{\n</tool_call>"),
+    *(f"<tool_call>\n{GOOD}\n</tool_call>", f"<tool_call>\n{COMPACT}\n</tool_call>"),
+    *("<tool_response>\n", RESULT_END, f"{RESULT_END}\n<tool_response>\n"),
+]
+ENDS = ["<|im_end|>\n", "<|im_end|>\n", f"{RESULT_END}<|im_end|>\n", f"{RESULT_END}<|im_end|>\n", ""]
 
 
-@pytest.mark.parametrize("name", READ)
-def test_a_text_that_can_be_read_is_written_the_same(name: str) -> None:
-    """Texts of the format's own pieces in many orders, most of which no template would write."""
-    chance = random.Random(name)
-    openings, inner, ends = PIECES[name]
+def test_a_text_that_can_be_read_is_written_the_same() -> None:
+    """Qwen's own pieces in many orders, most of which no template would write."""
+    chance = random.Random("qwen")
     readable = 0
     for _ in range(1200):
-        turns = [
-            chance.choice(openings) + "".join(chance.choices(inner, k=chance.randint(0, 4))) + chance.choice(ends)
-            for _ in range(chance.randint(1, 4))
-        ]
-        text = BEGIN.get(name, "") + "".join(turns)
+        text = ""
+        for _ in range(chance.randint(1, 4)):
+            inner = "".join(chance.choices(INNER, k=chance.randint(0, 4)))
+            text += chance.choice(OPENINGS) + inner + chance.choice(ENDS)
         try:
-            chat = TEMPLATES[name].parse(text)  # type: ignore[misc]
+            chat = parse_qwen(text)
         except UnparsedTextError:
             continue
         readable += 1
-        written = render(TOKENIZER, list(chat), template=TEMPLATES[name].template)  # type: ignore[arg-type]
+        written = render(TOKENIZER, chat, template=TEMPLATES["qwen"].template)
         assert written.removesuffix("\n") == text.removesuffix("\n"), chat
     assert readable > 150
 
@@ -436,8 +365,8 @@ def test_a_text_is_read_as_what_the_tokenizers_own_template_writes(name: str) ->
     assert template_to_read(Named("Qwen/Qwen2.5-0.5B", TEMPLATES[name].template), "gemma").name == "gemma"
 
 
-def test_an_unknown_format_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UnknownTemplateError, match=r"'lama3'.*chatml, deepseek, gemma, llama3.*did you mean llama3\?"):
+def test_an_unknown_format_is_refused_with_the_nearest(says: Says) -> None:
+    with says.refused("tensordict", UnknownTemplateError, "lama3"):
         History.from_text("Hi", chat_template_name="lama3")
     with pytest.raises(NotImplementedError):
         write([[USER]], "falcon")

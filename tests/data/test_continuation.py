@@ -10,26 +10,11 @@ import pytest
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.errors import DataError
-from tests.chat_templates import CHATML_TOKENS, FAMILIES, Family, bytes_tokenizer, merging_tokenizer
+from tests.chat_templates import FAMILIES, bytes_tokenizer, merging_tokenizer
+from tests.says import Says
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Look a word up.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-    },
-}
-# as the template of Qwen3 does: thinking is shown only in turns after the last question
-FORGETFUL = """\
-{%- set ns = namespace(last=0) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
-{%- for m in messages -%}
-{%- set said = m.content.split('</think>')[-1] if m.role == 'assistant' and loop.index0 < ns.last else m.content -%}
-{{- '<|im_start|>' + m.role + '\n' + said + '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
-"""
+WORD = {"type": "object", "properties": {"word": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "lookup", "description": "Look a word up.", "parameters": WORD}}
 WITH_TOOLS = """\
 {%- if tools -%}{{- '<|im_start|>system\nTools: ' + (tools | map(attribute='function') | list | tojson) -}}
 {{- '<|im_end|>\n' -}}{%- endif -%}
@@ -78,16 +63,6 @@ def test_the_ids_say_what_the_template_writes_and_keep_what_was_sampled(family: 
     )
 
 
-def test_a_template_that_rewrites_earlier_turns_goes_on_behind_the_sampled_ids() -> None:
-    tokenizer = bytes_tokenizer(Family(FORGETFUL, CHATML_TOKENS, "<|im_end|>"))
-    conversation = begun(tokenizer, ("user", "What?"))
-    conversation.add_completion(sampled(tokenizer, "<think>Hm.</think>Six"))
-    gone_on(tokenizer, conversation, "user", "Why?")
-    assert tokenizer.decode(conversation.response_ids) == (
-        "<think>Hm.</think>Six<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma", "mistral")])
 def test_a_template_that_nests_passes_the_check_for_users_and_tools(family: str) -> None:
     continuation = Continuation(bytes_tokenizer(FAMILIES[family]))
@@ -95,31 +70,28 @@ def test_a_template_that_nests_passes_the_check_for_users_and_tools(family: str)
     continuation.check("tool", [TOOL])
 
 
-def test_the_check_names_the_template_and_what_it_refuses() -> None:
+def test_the_check_names_the_template_and_what_it_refuses(says: Says) -> None:
     tokenizer = copy(bytes_tokenizer(FAMILIES["gemma"]))
     tokenizer.name_or_path = "gemma"
     Continuation(tokenizer).check("user")
-    with pytest.raises(DataError, match=r"the chat template of gemma refuses this conversation: .*must alternate"):
+    with says.refused("data", DataError, "gemma"):
         Continuation(tokenizer).check("tool")
     tokenizer.chat_template = "{{ 1 / 0 }}"
-    with pytest.raises(DataError, match="the chat template of gemma refuses this conversation: division by zero"):
+    with says.refused("data", DataError, "gemma"):
         Continuation(tokenizer).check("user")
     silent = copy(bytes_tokenizer(FAMILIES["chatml"]))
     silent.chat_template = silent.chat_template.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
-    with pytest.raises(DataError, match="leaves out messages of the role tool: choose another tool_role"):
+    with says.refused("data", DataError, "tool_role"):
         Continuation(silent).check("tool")
 
 
-def test_tools_are_described_by_the_template_or_in_the_system_message() -> None:
+def test_tools_are_described_by_the_template_or_in_the_system_message(says: Says) -> None:
     knowing = copy(bytes_tokenizer(FAMILIES["chatml"]))
     knowing.chat_template = WITH_TOOLS + knowing.chat_template
     assert begun(knowing, ("user", "Hi"), tools=[TOOL]).prompt_text.startswith('<|im_start|>system\nTools: [{"name": ')
 
     ignorant = bytes_tokenizer(FAMILIES["chatml"])
-    prompt = begun(ignorant, ("system", "Be brief."), ("user", "Hi"), tools=[TOOL]).prompt_text
-    system = prompt.partition("<|im_end|>")[0]
-    assert system.startswith("<|im_start|>system\nBe brief.\n\nYou may call these functions:")
-    assert '"name": "lookup"' in system
+    says("tools", begun(ignorant, ("system", "Be brief."), ("user", "Hi"), tools=[TOOL]).prompt_text)
     assert begun(ignorant, ("user", "Hi"), tools=[TOOL]).prompt_text.count("<|im_start|>system") == 1
     assert "lookup" not in begun(ignorant, ("user", "Hi")).prompt_text
 

@@ -9,8 +9,8 @@ from rlpost.data.encoding import Encoder, encode_all
 from rlpost.data.faults import Fault
 from rlpost.errors import DataError
 from tests.chat_templates import FAMILIES, bytes_tokenizer
+from tests.says import Says
 
-PROMPT = "row 2: no message of the assistant is trained; it ends with the user's: a prompt, for rlpost train grpo"
 GOOD = Demonstration("row 1", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
 EMPTY = Demonstration("row 2", [{"role": "user", "content": "Hi"}])
 FORBIDDEN = Demonstration("row 3", [{"role": "system", "content": "S"}, *(GOOD.messages or [])])
@@ -25,19 +25,15 @@ def test_all_of_a_text_is_trained_but_its_first_token_and_then_its_end(gemma: An
     with_bos = Encoder(gemma).encode(Demonstration("row 1", text="ab"))
     assert gemma.convert_ids_to_tokens(with_bos.ids) == ["<bos>", "a", "b", "<eos>"]
     assert with_bos.mask == [False, True, True, True]
+    assert Encoder(gemma).encode(Demonstration("row 1", text="<bos>ab<eos>")).ids == with_bos.ids  # none a second time
     without = Encoder(tiny_tokenizer).encode(Demonstration("row 1", text="ab"))
     assert tiny_tokenizer.convert_ids_to_tokens(without.ids) == ["a", "b", "<|im_end|>"]
     assert without.mask == [False, True, True]
 
 
-def test_a_text_that_has_its_beginning_and_end_gets_no_second_ones(gemma: Any) -> None:
-    sample = Encoder(gemma).encode(Demonstration("row 1", text="<bos>ab<eos>"))
-    assert gemma.convert_ids_to_tokens(sample.ids) == ["<bos>", "a", "b", "<eos>"]
-
-
 def test_an_empty_text_teaches_nothing(gemma: Any) -> None:
     sample = Encoder(gemma).encode(Demonstration("row 1", text=" \n"))
-    assert (sample.fault, sample.reason, sample.num_trained) == (Fault.empty, "its text is empty", 0)
+    assert (sample.fault, sample.num_trained) == (Fault.empty, 0)
 
 
 def test_a_text_that_is_cut_has_no_end(gemma: Any) -> None:
@@ -60,16 +56,9 @@ def test_a_row_that_is_cut_counts_as_bad_and_is_trained_on_all_the_same(tiny_tok
     assert [each.fault for each in bad.found] == [Fault.cut] * 2
 
 
-def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any) -> None:
-    with pytest.raises(DataError) as raised:
+def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any, says: Says) -> None:
+    with says.refused("data", DataError, "row 2"):
         encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.24)
-    assert str(raised.value) == (
-        "1 of 4 rows are bad (more than the 24% allowed): correct or remove them, or raise max_bad_share\n"
-        f"  nothing to train on: {PROMPT}"
-    )
     assert encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.25)[1].count == 1
-
-
-def test_no_row_to_train_on_is_an_error_whatever_share_is_allowed(gemma: Any) -> None:
-    with pytest.raises(DataError, match=r"2 of 2 rows are bad: correct or remove them"):
+    with pytest.raises(DataError, match="2 of 2 rows"):  # whatever share is allowed
         encode_all([EMPTY, FORBIDDEN], Encoder(gemma), max_bad_share=1.0)

@@ -9,8 +9,10 @@ from rlpost.data.faults import FormatError
 from rlpost.data.formats import RowReader, Wanted
 from rlpost.data.messages import read_messages
 from rlpost.settings import DatasetSettings
+from tests.says import Says
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+MANY = {"messages": CHAT, "instruction": "Hi", "output": "Ho", "prompt": "x"}
 
 
 def reader(wanted: Wanted = Wanted.demonstration, **settings: Any) -> RowReader:
@@ -21,61 +23,46 @@ def read(row: dict[str, Any], wanted: Wanted = Wanted.demonstration, **settings:
     return reader(wanted, **settings).read("row 1", row)
 
 
-def told(row: dict[str, Any], prompt: str | None = None, completion: str | None = None) -> tuple[Any, ...]:
-    """The columns of (chat, prompt, completion, text)."""
-    found = reader(prompt_column=prompt, completion_column=completion)
-    found.look(row)
-    return found.chat, found.prompt, found.reply, found.text
+COLUMNS: list[tuple[dict[str, Any], tuple[str | None, ...], tuple[str | None, ...]]] = [
+    # row, (env.prompt_column, env.completion_column), columns of (chat, prompt, completion, text)
+    ({"messages": CHAT, "prompt": "Hi"}, (), ("messages", None, None, None)),
+    ({"conversations": CHAT}, (), ("conversations", None, None, None)),
+    ({"prompt": "Hi", "completion": "Ho"}, (), (None, "prompt", "completion", None)),
+    ({"question": "Hi", "completion": "Ho", "text": "x"}, (), (None, "question", "completion", None)),
+    ({"text": "x"}, (), (None, None, None, "text")),
+    ({"question": "Hi", "answer": "Ho"}, (), (None, "question", "answer", None)),
+    ({"prompt": "Hi", "answer": "Ho", "text": "x"}, (), (None, "prompt", "answer", None)),
+    ({"prompt": "Hi", "completion": "Ho", "answer": "x"}, (), (None, "prompt", "completion", None)),
+    ({"ask": "Hi", "answer": "Ho"}, ("ask",), (None, "ask", "answer", None)),
+    ({"ask": CHAT, "answer": "Ho"}, ("ask",), ("ask", None, None, None)),
+    (MANY, ("instruction", "output"), (None, "instruction", "output", None)),
+    (MANY, (None, "output"), (None, "prompt", "output", None)),
+    ({"chat": CHAT}, ("chat",), ("chat", None, None, None)),
+]
 
 
-def test_the_columns_of_a_row_tell_its_format() -> None:
-    assert told({"messages": CHAT, "prompt": "Hi"}) == ("messages", None, None, None)
-    assert told({"conversations": CHAT}) == ("conversations", None, None, None)
-    assert told({"prompt": "Hi", "completion": "Ho"}) == (None, "prompt", "completion", None)
-    assert told({"question": "Hi", "completion": "Ho", "text": "x"}) == (None, "question", "completion", None)
-    assert told({"text": "x"}) == (None, None, None, "text")
+@pytest.mark.parametrize(("row", "named", "found"), COLUMNS)
+def test_the_row_tells_its_columns_unless_they_are_named(
+    row: dict[str, Any], named: tuple[str | None, ...], found: tuple[str | None, ...]
+) -> None:
+    each = reader(**dict(zip(("prompt_column", "completion_column"), named, strict=False)))
+    each.look(row)
+    assert (each.chat, each.prompt, each.reply, each.text) == found
 
 
-def test_columns_that_are_named_count_for_more() -> None:
-    row = {"messages": CHAT, "instruction": "Hi", "output": "Ho", "prompt": "x"}
-    assert told(row, "instruction", "output") == (None, "instruction", "output", None)
-    assert told(row, None, "output") == (None, "prompt", "output", None)
-    assert told({"chat": CHAT}, "chat") == ("chat", None, None, None)
-
-
-def test_a_row_of_no_known_format_names_the_nearest_column_and_the_keys_to_set() -> None:
-    with pytest.raises(FormatError) as raised:
-        read({"mesages": CHAT})
-    column, wrong = raised.value.field, raised.value.wrong
-    assert column == "messages"
-    assert wrong.startswith("missing; did you mean mesages?")
-    assert wrong.endswith("name its columns with env.prompt_column and env.completion_column")
-    with pytest.raises(FormatError, match=r"^field 'completion': missing"):
-        read({"prompt": "Hi", "reply": "Ho"})
-
-
-def test_a_question_and_its_answer_are_a_demonstration() -> None:
-    assert told({"question": "Hi", "answer": "Ho"}) == (None, "question", "answer", None)
-    assert told({"prompt": "Hi", "answer": "Ho", "text": "x"}) == (None, "prompt", "answer", None)
-    assert told({"prompt": "Hi", "completion": "Ho", "answer": "x"}) == (None, "prompt", "completion", None)
-    assert told({"ask": "Hi", "answer": "Ho"}, "ask") == (None, "ask", "answer", None)
-    assert told({"ask": CHAT, "answer": "Ho"}, "ask") == ("ask", None, None, None)
-
-
-def test_preferences_are_named_with_what_they_can_be_used_for() -> None:
-    def complaint(row: dict[str, Any]) -> str:
-        with pytest.raises(FormatError) as raised:
-            read(row)
-        return raised.value.wrong
-
-    assert complaint({"prompt": "Hi", "chosen": "Ho", "rejected": "No"}) == (
-        "these are preferences (chosen, rejected): learn from them with rlpost train dpo, fine-tune on the "
-        "chosen ones with rlpost train sft env.completion_column=chosen, or use the prompts with rlpost train grpo"
-    )
-    assert complaint({"chosen": CHAT, "rejected": CHAT}).endswith(
-        "fine-tune on the chosen ones with rlpost train sft env.prompt_column=chosen, or use the prompts "
-        "env.prompt_column=chosen with rlpost train grpo"
-    )
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"mesages": CHAT}, "messages"),
+        ({"prompt": "Hi", "reply": "Ho"}, "completion"),
+        ({"prompt": "Hi", "chosen": "Ho", "rejected": "No"}, "chosen"),
+        ({"chosen": CHAT, "rejected": CHAT}, "chosen"),
+    ],
+    ids=["misspelt", "no reply", "pair", "pair of chats"],
+)
+def test_a_row_of_no_demonstration_is_refused_with_what_to_do(row: dict[str, Any], column: str, says: Says) -> None:
+    with says.refused("data", FormatError, f"field '{column}'"):
+        read(row)
 
 
 def test_share_gpt_becomes_roles() -> None:
@@ -85,40 +72,23 @@ def test_share_gpt_becomes_roles() -> None:
 
 def test_messages_may_be_json_as_a_csv_file_has_them() -> None:
     assert read_messages('[{"role": "user", "content": "Hi"}]', "messages") == CHAT[:1]
-    with pytest.raises(FormatError, match="'hello' is not JSON"):
-        read_messages("hello", "messages")
 
 
-@pytest.mark.parametrize(
-    ("content", "wrong"),
-    [
-        ('"\\ud800"', "holds half of a character (a lone surrogate): remove it"),
-    ],
-    ids=["surrogate"],
-)
-def test_json_written_as_text_holds_no_more_than_a_row_may(content: str, wrong: str) -> None:
-    text = f'[{{"role": "user", "content": {content}}}]'
+def test_json_written_as_text_holds_no_more_than_a_row_may() -> None:
+    text = '[{"role": "user", "content": "\\ud800"}]'
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
-    for reading in (
-        lambda: read_messages(text, "messages"),
-        lambda: read_messages([call], "messages"),
-        lambda: read({"messages": CHAT, "tools": text}),
+    for row, column in (
+        ({"messages": text}, "messages"),
+        ({"messages": [call]}, "messages"),
+        ({"messages": CHAT, "tools": text}, "tools"),
     ):
-        with pytest.raises(FormatError) as raised:
-            reading()
-        assert raised.value.field in ("messages", "tools")
-        assert raised.value.wrong == f"{text[:40]!r} {wrong}"
+        with pytest.raises(FormatError, match=f"field '{column}': .*surrogate"):
+            read(row)
 
 
 def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     assert read_messages([{"role": "user", "content": parts, "name": None}], "messages") == CHAT[:1]
-
-
-def test_an_answer_alone_is_no_prompt() -> None:
-    with pytest.raises(FormatError) as raised:
-        reader(Wanted.prompt)({"messages": CHAT[1:]})
-    assert str(raised.value) == "field 'messages': has to end with a user's message, which an assistant's may follow"
 
 
 def test_a_prompts_own_answers_are_not_trained() -> None:
@@ -137,21 +107,26 @@ def test_tools_are_schemas_or_their_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "wrong"),
+    "messages",
     [
-        (None, "must be a list of messages, and is null"),
-        ([], "has no messages"),
-        (["Hi"], "message 1 is not an object with role and content but text"),
-        ([{"role": "bot", "content": "x"}], "message 1 has the role 'bot': it must be one of system, developer, user"),
-        ([{"role": "user"}], "message 1 has no content"),
-        ([{"role": "user", "content": 3}], "message 1 must have text as its content, and has int"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "has content of type image: rlpost trains on text only"),
-        ([{"role": "assistant", "tool_calls": "f()"}], "message 1 has malformed tool_calls: write a list"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "message 1 has malformed tool_calls"),
+        None,
+        [],
+        "hello",
+        ["Hi"],
+        [{"role": "bot", "content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": [{"type": "image"}]}],
+        [{"role": "assistant", "tool_calls": "f()"}],
+        [{"role": "assistant", "tool_calls": [{}]}],
     ],
+    ids=str,
 )
-def test_a_malformed_message_is_named(messages: Any, wrong: str) -> None:
-    with pytest.raises(FormatError) as raised:
+def test_a_malformed_message_is_named(messages: Any, says: Says) -> None:
+    with says.refused("data", FormatError, "field 'messages'"):
         read_messages(messages, "messages")
-    assert raised.value.field == "messages"
-    assert wrong in raised.value.wrong
+
+
+def test_an_answer_alone_is_no_prompt(says: Says) -> None:
+    with says.refused("data", FormatError, "field 'messages'"):
+        reader(Wanted.prompt)({"messages": CHAT[1:]})

@@ -1,5 +1,6 @@
 """Histories as text, ids and masks."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,29 +11,18 @@ from rlpost.data.chat import MaskError
 from rlpost.data.ragged import ragged_rows
 from rlpost.errors import DataError
 from rlpost.model.conversion import tiny_tokenizer
-from tests.chat_templates import FAMILIES, Family, bytes_tokenizer
+from tests.chat_templates import BY_NAME, FAMILIES, bytes_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
 CUT = {"role": "assistant", "content": "Hel", "is_complete": False}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
 RESULT = {"role": "tool", "content": "1"}
-HEADED = ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>")
-DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
-
-
-def tokenizer_of(name: str) -> Any:
-    families = {
-        **FAMILIES,
-        "llama4": Family("", HEADED, "<|eot|>", "<|begin_of_text|>"),
-        "deepseek": Family("", DEEPSEEK, DEEPSEEK[3], DEEPSEEK[0]),
-    }
-    return bytes_tokenizer(families[name])
 
 
 def said(name: str, *chats: list[dict[str, Any]], **options: Any) -> list[str]:
     """Of each chat what the assistant mask is True on, as text."""
-    tokenizer = tokenizer_of(name)
+    tokenizer = bytes_tokenizer(BY_NAME[name])
     given = History.from_chats(chats).apply_chat_template(
         tokenizer, chat_template_name=name, return_dict=True, return_assistant_tokens_mask=True, **options
     )
@@ -40,19 +30,9 @@ def said(name: str, *chats: list[dict[str, Any]], **options: Any) -> list[str]:
     return [tokenizer.decode(ids[mask]) for ids, mask in pairs]
 
 
-@pytest.mark.parametrize(
-    ("name", "end"),
-    [
-        ("chatml", "<|im_end|>"),
-        ("qwen", "<|im_end|>"),
-        ("llama3", "<|eot_id|>"),
-        ("llama4", "<|eot|>"),
-        ("gemma", "<end_of_turn>"),
-        ("mistral", "</s>"),
-        ("deepseek", "<｜end▁of▁sentence｜>"),
-    ],
-)
-def test_the_assistant_mask_holds_what_is_said_and_its_end(name: str, end: str) -> None:
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "plain"])
+def test_the_assistant_mask_holds_what_is_said_and_its_end(name: str) -> None:
+    end = "<end_of_turn>" if name == "gemma" else BY_NAME[name].eos
     two_turns = [USER, ASSISTANT, USER, {"role": "assistant", "content": "\nBye "}]
     unfinished = [USER, CUT]
     mixed = [USER, ASSISTANT, USER, CUT]
@@ -71,36 +51,27 @@ def test_the_assistant_mask_holds_calls_and_no_results() -> None:
 
 
 def test_a_mask_that_cannot_be_found_is_refused() -> None:
-    with pytest.raises(MaskError, match="message 1 is the assistant's"):
+    with pytest.raises(MaskError, match="message 1 "):
         said("chatml", [USER], [ASSISTANT])
 
 
 def test_ids_come_ragged_or_padded_on_the_left() -> None:
     tokenizer = tiny_tokenizer()
     history = History.from_chats([[USER, ASSISTANT], [USER]])
-    options: dict[str, Any] = {
-        "add_generation_prompt": False,
-        "return_dict": True,
-        "return_assistant_tokens_mask": True,
-    }
-    rows = history.apply_chat_template(tokenizer, add_generation_prompt=False, tokenize=True)
-    ragged = history.apply_chat_template(tokenizer, **options)
+    render = partial(history.apply_chat_template, tokenizer, add_generation_prompt=False)
+    masked = partial(render, return_dict=True, return_assistant_tokens_mask=True)
+    rows, ragged = render(tokenize=True), masked()
     assert [row.tolist() for row in ragged_rows(ragged["input_ids"])] == rows
     assert [row.tolist() for row in ragged_rows(ragged["attention_mask"])] == [[1] * len(row) for row in rows]
-    padded = history.apply_chat_template(tokenizer, **options, padding=True)
+    padded = masked(padding=True)
     missing = len(rows[0]) - len(rows[1])
     assert padded["input_ids"].tolist() == [rows[0], [tokenizer.pad_token_id] * missing + rows[1]]
     assert padded["attention_mask"].tolist() == [[1] * len(rows[0]), [0] * missing + [1] * len(rows[1])]
     masks = [row.tolist() for row in ragged_rows(ragged["assistant_masks"])]
     assert padded["assistant_masks"].tolist() == [masks[0], [False] * len(rows[0])]
     assert padded["assistant_masks"].dtype == torch.bool
-    plain = history.apply_chat_template(tokenizer, add_generation_prompt=False, tokenize=True, padding=True)
-    assert torch.equal(plain, padded["input_ids"])
-    assert set(history.apply_chat_template(tokenizer, return_dict=True).keys()) == {"input_ids", "attention_mask"}
-
-
-def test_one_chat_gives_its_row() -> None:
-    tokenizer = tiny_tokenizer()
+    assert torch.equal(render(tokenize=True, padding=True), padded["input_ids"])
+    assert set(render(return_dict=True).keys()) == {"input_ids", "attention_mask"}
     row = History.from_chats([[USER]])[0].apply_chat_template(tokenizer, return_dict=True)
     assert tokenizer.decode(row["input_ids"]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -113,7 +84,7 @@ def test_a_template_that_strips_content_ends_an_unfinished_message_as_it_strips_
 
 def test_a_message_that_cannot_be_left_unfinished_is_refused() -> None:
     history = History.from_chats([[USER, CALL, {**RESULT, "is_complete": False}, RESULT]])
-    with pytest.raises(DataError, match=r"message 3 is unfinished .* set is_complete=True"):
+    with pytest.raises(DataError, match=r"message 3 .* is_complete=True"):
         history.apply_chat_template(tiny_tokenizer(), chat_template_name="qwen")
 
 
@@ -139,17 +110,11 @@ def test_tools_and_variables_reach_the_template() -> None:
         history.apply_chat_template(tiny_tokenizer(), add_generation_promt=False)  # type: ignore[call-arg]
 
 
-def test_a_chat_that_the_template_refuses_is_named() -> None:
-    history = History.from_chats([[USER], [{"role": "system", "content": "Be brief."}, USER]])
-    refusal = r"the chat template of \S+ refuses this conversation: System role not supported"
-    with pytest.raises(DataError, match=refusal):
-        history.apply_chat_template(bytes_tokenizer(FAMILIES["gemma"]))
-
-
 # Content of several parts
 
 PICTURE = ContentBase("image", url="https://example.org/cat.png")
-QUESTION = ContentBase("text", text="What is this?")
+TEXT, MORE = "What is this?", " And why?"
+QUESTION = ContentBase("text", text=TEXT)
 WITH_PICTURES = (
     "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
     "{{ '<image ' + part.url + '>' if part.type == 'image' else part.text if part.type == 'text' }}"
@@ -169,32 +134,27 @@ class PictureProcessor:
 
 
 def test_parts_of_text_render_with_a_tokenizer() -> None:
-    parts = [QUESTION, ContentBase("text", text=" And why?")]
-    as_dicts = [{"type": "text", "text": "What is this?"}, {"type": "text", "text": " And why?"}]
-    whole = {"role": "user", "content": "What is this? And why?"}
-    history = History.from_chats([[{**USER, "content": parts}], [{**USER, "content": as_dicts}], [whole]])
-    texts = history.apply_chat_template(tiny_tokenizer())
+    parts = [QUESTION, ContentBase("text", text=MORE)]
+    as_dicts = [{"type": "text", "text": TEXT}, {"type": "text", "text": MORE}]
+    contents: list[Any] = [parts, as_dicts, TEXT + MORE]
+    texts = History.from_chats([[{**USER, "content": each}] for each in contents]).apply_chat_template(tiny_tokenizer())
     assert texts == [texts[2]] * 3
-    assert "user\nWhat is this? And why?<|im_end|>" in texts[0]
+    assert f"user\n{TEXT}{MORE}<|im_end|>" in texts[0]
 
 
 @pytest.mark.parametrize("kind", ["image", "audio", "video", "file"])
 def test_other_parts_are_refused_by_a_tokenizer_that_would_drop_them(kind: Any) -> None:
     history = History.from_chats([[{**USER, "content": [QUESTION, ContentBase(kind, url="x")]}]])
-    with pytest.raises(DataError, match=f"message 1 has a part of type {kind}.*AutoProcessor"):
+    with pytest.raises(DataError, match=f"message 1 .*{kind}.*AutoProcessor"):
         history.apply_chat_template(tiny_tokenizer())
-    with pytest.raises(MaskError, match=f"message 1 has a part of type {kind}"):
+    with pytest.raises(MaskError, match=f"message 1 .*{kind}"):
         history.apply_chat_template(tiny_tokenizer(), return_dict=True, return_assistant_tokens_mask=True)
 
 
-def test_a_processor_is_given_the_parts() -> None:
+def test_a_processor_is_given_the_parts_and_must_write_them() -> None:
     history = History.from_chats([[{**USER, "content": [QUESTION, PICTURE]}]])
-    text = history.apply_chat_template(PictureProcessor())
-    assert text == ["user:What is this?<image https://example.org/cat.png>;"]
-
-
-def test_a_processor_that_leaves_a_part_out_is_refused() -> None:
+    assert history.apply_chat_template(PictureProcessor()) == [f"user:{TEXT}<image {PICTURE.url}>;"]
     sound = ContentBase("audio", url="https://example.org/cat.wav")
     history = History.from_chats([[{**USER, "content": [QUESTION, PICTURE, sound]}]])
-    with pytest.raises(DataError, match="leaves parts of type audio out"):
+    with pytest.raises(DataError, match="audio"):
         history.apply_chat_template(PictureProcessor())

@@ -11,12 +11,12 @@ import pytest
 from rlpost.data.encoding import Encoder, PairEncoder
 from rlpost.data.formats import RowReader, Wanted
 from rlpost.settings import DatasetSettings
-from tests.chat_templates import FAMILIES, bytes_tokenizer
+from tests.chat_templates import FAMILIES, bytes_tokenizer, stretches
 
 Row = dict[str, Any]
 TOKENIZER = bytes_tokenizer(FAMILIES["qwen"])
-ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 CALL = {"name": "add", "arguments": {"a": 2, "b": 3}}
+AS_TEXT = {"id": "call_1", "type": "function", "function": CALL | {"arguments": '{"a": 2, "b": 3}'}}
 WRITTEN = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
 DEFAULT = "<|im_start|>system\nYou are Qwen.<|im_end|>\n"
 OPENING = "<|im_start|>assistant\n"
@@ -24,6 +24,16 @@ OPENING = "<|im_start|>assistant\n"
 
 def said(role: str, text: str) -> str:
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+ASKED = DEFAULT + said("user", "2 and 3?") + OPENING
+GREETED = DEFAULT + said("user", "Hello?") + OPENING
+RESULT = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n" + OPENING
+THOUGHT = "<think>\nAdd.\n</think>\n\nFive."
+CALLED = [WRITTEN, RESULT, "Five.<|im_end|>"]
+GPT = {"from": "gpt", "value": "Hello."}
+SUM, GREETING = {"role": "user", "content": "2 and 3?"}, {"role": "user", "content": "Hello?"}
+FIVE, HELLO, NO = ({"role": "assistant", "content": text} for text in ("Five.", "Hello.", "No."))
 
 
 @dataclass
@@ -67,21 +77,12 @@ SOURCES = {
             "system": "Use tools.",
         },
         Wanted.demonstration,
-        [
-            said("system", "Use tools.") + said("user", "2 and 3?") + OPENING,
-            WRITTEN,
-            "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n" + OPENING,
-            "Five.<|im_end|>",
-        ],
+        [said("system", "Use tools.") + said("user", "2 and 3?") + OPENING, *CALLED],
     ),
     "ShareGPT pairs of LlamaFactory": Source(
-        {
-            "conversations": [{"from": "human", "value": "Hello?"}],
-            "chosen": {"from": "gpt", "value": "Hello."},
-            "rejected": {"from": "gpt", "value": "No."},
-        },
+        {"conversations": [{"from": "human", "value": "Hello?"}], "chosen": GPT, "rejected": {**GPT, "value": "No."}},
         Wanted.pair,
-        [DEFAULT + said("user", "Hello?") + OPENING, "Hello.<|im_end|>"],
+        [GREETED, "Hello.<|im_end|>"],
     ),
     "OpenAI with calls and weights": Source(
         {
@@ -89,39 +90,28 @@ SOURCES = {
                 {"role": "user", "content": [{"type": "text", "text": "2 and 3?"}]},
                 {"role": "assistant", "content": "Six.", "weight": 0, "refusal": None},
                 {"role": "user", "content": "Again.", "name": "ada"},
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [
-                        {"id": "call_1", "type": "function", "function": CALL | {"arguments": '{"a": 2, "b": 3}'}}
-                    ],
-                },
+                {**FIVE, "content": None, "tool_calls": [AS_TEXT]},
                 {"role": "tool", "tool_call_id": "call_1", "content": "5"},
-                {"role": "assistant", "content": "Five."},
+                FIVE,
             ],
             "parallel_tool_calls": False,
         },
         Wanted.demonstration,
-        [
-            DEFAULT + said("user", "2 and 3?") + said("assistant", "Six.") + said("user", "Again.") + OPENING,
-            WRITTEN,
-            "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n" + OPENING,
-            "Five.<|im_end|>",
-        ],
+        [ASKED + "Six.<|im_end|>\n" + said("user", "Again.") + OPENING, *CALLED],
         {"name of messages": 1, "parallel_tool_calls": 1},
     ),
     "UltraFeedback": Source(
         {
             "prompt": "Hello?",
             "prompt_id": "u",
-            "messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}],
-            "chosen": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}],
-            "rejected": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "No."}],
+            "messages": [GREETING, HELLO],
+            "chosen": [GREETING, HELLO],
+            "rejected": [GREETING, NO],
             "score_chosen": 8.0,
             "score_rejected": 2.0,
         },
         Wanted.pair,
-        [DEFAULT + said("user", "Hello?") + OPENING, "Hello.<|im_end|>"],
+        [GREETED, "Hello.<|im_end|>"],
         {"prompt_id": 1, "messages": 1, "score_chosen": 1, "score_rejected": 1},
     ),
     "pairs of HH": Source(
@@ -130,15 +120,12 @@ SOURCES = {
             "rejected": "\n\nHuman: Hello?\n\nAssistant: Hello.\n\nHuman: And?\n\nAssistant: What?",
         },
         Wanted.pair,
-        [
-            DEFAULT + said("user", "Hello?") + said("assistant", "Hello.") + said("user", "And?") + OPENING,
-            "Bye.<|im_end|>",
-        ],
+        [GREETED + "Hello.<|im_end|>\n" + said("user", "And?") + OPENING, "Bye.<|im_end|>"],
     ),
     "verl": Source(
         {
             "data_source": "sums",
-            "prompt": [{"role": "user", "content": "2 and 3?"}],
+            "prompt": [SUM],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": "5"},
             "extra_info": {"index": 4, "split": "train"},
@@ -149,17 +136,17 @@ SOURCES = {
     ),
     "prompt and completion of TRL": Source(
         {
-            "prompt": [{"role": "user", "content": "2 and 3?"}, {"role": "assistant", "content": "It is "}],
+            "prompt": [SUM, {"role": "assistant", "content": "It is "}],
             "completion": [{"role": "assistant", "content": "five."}],
             "chat_template_kwargs": {"enable_thinking": False},
         },
         Wanted.demonstration,
-        [DEFAULT + said("user", "2 and 3?") + OPENING + "It is ", "five.<|im_end|>"],
+        [ASKED + "It is ", "five.<|im_end|>"],
     ),
     "ms-swift": Source(
         {
             "messages": [
-                {"role": "user", "content": "2 and 3?"},
+                SUM,
                 {"role": "tool_call", "content": json.dumps(CALL)},
                 {"role": "tool_response", "content": "5"},
                 {"role": "assistant", "content": "Five.", "loss": True},
@@ -169,39 +156,16 @@ SOURCES = {
             "channel": "sums",
         },
         Wanted.demonstration,
-        [
-            DEFAULT + said("user", "2 and 3?") + OPENING,
-            WRITTEN,
-            "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n" + OPENING,
-            "Five.<|im_end|>",
-            "\n" + said("user", "Sure?") + said("assistant", "Perhaps."),
-        ],
+        [ASKED, *CALLED, "\n" + said("user", "Sure?") + said("assistant", "Perhaps.")],
         {"channel": 1},
     ),
     "reasoning in the manner of R1": Source(
-        {
-            "problem": "2 and 3?",
-            "messages": [
-                {"role": "user", "content": "2 and 3?"},
-                {"role": "assistant", "content": "<think>\nAdd.\n</think>\n\nFive."},
-            ],
-            "source": "sums",
-        },
+        {"problem": "2 and 3?", "messages": [SUM, {**FIVE, "content": THOUGHT}], "source": "sums"},
         Wanted.demonstration,
-        [DEFAULT + said("user", "2 and 3?") + OPENING, "<think>\nAdd.\n</think>\n\nFive.<|im_end|>"],
+        [ASKED, f"{THOUGHT}<|im_end|>"],
         {"problem": 1, "source": 1},
     ),
 }
-
-
-def stretches(ids: list[int], mask: list[bool]) -> list[str]:
-    """The text by turns: read, trained, read, ..."""
-    texts = [""]
-    for token, trained in zip(ids, mask, strict=True):
-        if trained != (len(texts) % 2 == 0):
-            texts.append("")
-        texts[-1] += TOKENIZER.decode([token])
-    return [text for text in texts if text.strip()]
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -217,4 +181,4 @@ def test_a_published_row_is_read_whole(name: str) -> None:
     else:
         sample = Encoder(TOKENIZER).encode(reader.read("row 1", source.row))
         assert sample.fault is None or source.wanted is Wanted.prompt, sample.reason
-    assert stretches(sample.ids, sample.mask) == source.turns
+    assert [text for text in stretches(TOKENIZER, sample.ids, sample.mask) if text.strip()] == source.turns

@@ -13,6 +13,7 @@ from rlpost.data.formats import RowReader, Wanted
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings
 from tests.chat_templates import FAMILIES, bytes_tokenizer
+from tests.says import Says
 
 ASK = {"role": "user", "content": "2 + 2?"}
 FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("4", "5"))
@@ -20,15 +21,7 @@ FORMS: list[dict[str, Any]] = [
     {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
     {"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]},
     {"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]},  # TRL's implicit prompt
-    {
-        "prompt": "2 + 2?",  # UltraFeedback binarized
-        "prompt_id": "x",
-        "chosen": [ASK, FOUR],
-        "rejected": [ASK, FIVE],
-        "messages": [ASK, FOUR],
-        "score_chosen": 8.0,
-        "score_rejected": 3.0,
-    },
+    {"prompt": "2 + 2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE], "messages": [ASK, FOUR]},  # UltraFeedback
 ]
 
 
@@ -57,34 +50,28 @@ def test_earlier_answers_belong_to_the_prompt_and_are_not_trained(tiny_tokenizer
 
 
 @pytest.mark.parametrize(
-    ("row", "column", "wrong"),
+    ("row", "column"),
     [
-        ({"prompt": "a", "chosen": "b"}, "rejected", "missing"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen", "is the same as rejected"),
-        ({"chosen": "b", "rejected": "c"}, "prompt", "chosen and rejected do not begin with it"),
-        ({"prompt": " ", "chosen": "b", "rejected": "c"}, "prompt", "is empty"),
-        ({"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen", "must be text or a list of messages"),
-        (
-            {"chosen": [ASK, FOUR], "rejected": [{**ASK, "content": "3?"}, FIVE]},
-            "chosen",
-            "begins with another message than rejected",
-        ),
-        ({"chosen": [ASK, FOUR, ASK, FOUR], "rejected": [ASK, FOUR]}, "chosen", "has no reply behind the 2 it shares"),
+        ({"prompt": "a", "chosen": "b"}, "rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen"),
+        ({"chosen": "b", "rejected": "c"}, "prompt"),
+        ({"prompt": " ", "chosen": "b", "rejected": "c"}, "prompt"),
+        ({"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen"),
+        ({"chosen": [ASK, FOUR], "rejected": [{**ASK, "content": "3?"}, FIVE]}, "chosen"),
+        ({"chosen": [ASK, FOUR, ASK, FOUR], "rejected": [ASK, FOUR]}, "chosen"),
     ],
+    ids=["one reply", "equal", "no prompt", "empty", "number", "two prompts", "no reply"],
 )
-def test_a_malformed_row_is_named_by_column_and_fault(row: dict[str, Any], column: str, wrong: str) -> None:
-    with pytest.raises(FormatError) as raised:
+def test_a_malformed_row_is_named_by_column_and_fault(row: dict[str, Any], column: str, says: Says) -> None:
+    with says.refused("data", FormatError, f"field '{column}'"):
         read(row)
-    assert raised.value.field == column
-    assert wrong in raised.value.wrong
 
 
-def test_a_pair_that_is_too_long_is_not_trained(tiny_tokenizer: Any) -> None:
+def test_a_pair_that_is_too_long_is_not_trained(tiny_tokenizer: Any, says: Says) -> None:
     row = {"prompt": "2 + 2?", "chosen": "4" * 50, "rejected": "5"}
     pair = PairEncoder(tiny_tokenizer, 60).encode(read(row))
     assert (pair.fault, pair.num_trained) == (Fault.cut, 0)
-    assert pair.reason.startswith("chosen has ")
-    assert pair.reason.endswith("more than max_tokens=60")
+    says("data", pair.reason)
 
 
 def sampled_row(tokenizer: Any, **more: Any) -> dict[str, Any]:
@@ -110,7 +97,7 @@ def test_sampled_ids_are_trained_as_they_are(tiny_tokenizer: Any) -> None:
     assert pair.chosen.mask == [False] * len(prompt) + [True, True]
     assert pair.rejected.mask == [False] * len(prompt) + [False, True]
     assert pair.prompt_length == len(prompt)
-    with pytest.raises(ConfigError, match=r"^env\.system_prompt: these rows hold sampled ids"):
+    with pytest.raises(ConfigError, match=r"^env\.system_prompt"):
         read(row, system_prompt="Be brief.")
 
 

@@ -17,6 +17,7 @@ from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.objectives.advantage import has_spread
 from rlpost.torchrl.batches import concat_rows, to_plain
+from tests.says import Says
 
 Batch = Callable[..., TensorDict]
 
@@ -49,6 +50,8 @@ def test_groups_too_old_are_dropped_and_counted(batch: Batch) -> None:
     buffer = ReplayBuffer()
     for group, version in enumerate([1, 2, 3]):
         buffer.extend(batch(first=group, version=version))
+    buffer.drop_stale(99, None)  # without a limit on the lag nothing is dropped
+    assert buffer.group_numbers == [0, 1, 2]
     buffer.drop_stale(3, 1)
     assert buffer.group_numbers == [1, 2]  # sampled one push ago: still allowed
     assert buffer.num_dropped_by_age == 1
@@ -57,17 +60,10 @@ def test_groups_too_old_are_dropped_and_counted(batch: Batch) -> None:
     assert buffer.num_dropped_by_age == 2
 
 
-def test_without_a_limit_on_the_lag_nothing_is_dropped(batch: Batch) -> None:
-    buffer = ReplayBuffer()
-    buffer.extend(batch(version=0))
-    buffer.drop_stale(99, None)
-    assert groups(buffer.take(1)) == [0, 0]
-
-
 def test_the_age_of_uuids_is_refused(batch: Batch) -> None:
     buffer = ReplayBuffer()
     buffer.extend(batch(version="3f2a"))
-    with pytest.raises(ConfigError, match="uuids have no order"):
+    with pytest.raises(ConfigError, match="max_policy_lag"):
         buffer.drop_stale("9c1b", 1)
     assert groups(buffer.take(1)) == [0, 0]
 
@@ -80,7 +76,7 @@ def test_the_last_round_counts(batch: Batch) -> None:
 
 def test_rounds_that_bring_nothing_are_given_up_with_what_there_is(batch: Batch) -> None:
     buffer = ReplayBuffer(draw_limit=2)
-    with pytest.raises(PolicyError, match="3 rounds of sampling brought 1 of 2 groups"):  # two in a row brought none
+    with pytest.raises(PolicyError, match=r"3 rounds .* 1 of 2 "):  # two in a row brought none
         filled(buffer, 2, [batch()])
     assert groups(buffer.take(1)) == [0, 0]  # what came stays
 
@@ -91,26 +87,25 @@ def test_rounds_that_bring_little_go_on_until_the_groups_are_there(batch: Batch)
     assert len(groups(buffer.take(100))) == 200  # 2 groups a round
 
 
-def test_rows_of_two_prompts_are_no_group(batch: Batch) -> None:
+def test_rows_of_two_prompts_are_no_group(batch: Batch, says: Says) -> None:
     buffer = ReplayBuffer(group_size=4)
     buffer.extend(batch(query="How much is 1 + 1?"))
-    with pytest.raises(DataError, match=r"group 0 would hold rows of two prompts \(query 'How much is 1 \+ 1\?' and "):
-        buffer.extend(batch(query="How much is 2 + 2?"))
-    with pytest.raises(DataError, match=r"two prompts \(source '' and 'b'\)"):
-        buffer.extend(batch(query="How much is 1 + 1?", source="b"))
+    for query, source in (("How much is 2 + 2?", ""), ("How much is 1 + 1?", "b")):
+        with says.refused("tensordict", DataError, "group 0"):
+            buffer.extend(batch(query=query, source=source))
     assert (len(buffer), buffer.num_incomplete, buffer.write_count) == (0, 1, 2)
 
 
-@pytest.mark.parametrize("options", [{"storage": LazyTensorStorage(4), "batch_size": 2}, {"batch_size": 2}])
-def test_a_buffer_of_frames_is_named_to_whoever_wants_one(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=rf"takes no {next(iter(options))}: .* rlpost.data.FrameBuffer\(storage="):
-        ReplayBuffer(**options)
+def test_a_buffer_of_frames_is_named_to_whoever_wants_one() -> None:
+    for wanted in ({"storage": LazyTensorStorage(4)}, {"batch_size": 2}):
+        with pytest.raises(TypeError, match=rf"{next(iter(wanted))}: .* rlpost.data.FrameBuffer\(storage="):
+            ReplayBuffer(**wanted)
 
 
 def test_too_few_groups_to_take_are_an_error(batch: Batch) -> None:
     buffer = ReplayBuffer()
     buffer.extend(batch())
-    with pytest.raises(PolicyError, match=r"holds 1 of the 2 groups to take: .* collector.fill\(2\)"):
+    with pytest.raises(PolicyError, match=r"1 of .* 2 .*collector.fill\(2\)"):
         buffer.take(2)
 
 
@@ -145,10 +140,8 @@ def of_rewards(conversation: Callable[..., Conversation]) -> Callable[..., list[
     """Makes a group with these rewards; None is one that failed."""
 
     def make(group: int, *rewards: float | None, version: int = 0) -> list[Conversation]:
-        return [
-            conversation(group, sample, reward=r, valid=r is not None, version=version)
-            for sample, r in enumerate(rewards)
-        ]
+        given = enumerate(rewards)
+        return [conversation(group, i, reward=r, valid=r is not None, version=version) for i, r in given]
 
     return make
 
@@ -162,13 +155,11 @@ def test_a_rule_turns_groups_down_and_others_are_sampled(of_rewards: Any) -> Non
         drawn.append(([group[0].group_id for group in kept], [group[0].group_id for group in dropped]))
     assert drawn == [([1], [0]), ([], [2, 3]), ([4, 5], [])]
     assert groups(buffer.take(2)) == [1, 1, 4, 4]
-    counts = buffer.take_counts()
-    assert (counts["groups/drawn"], counts["groups/dropped"]) == (6, 3)
-    assert counts["reward/mean_drawn"] == 5 / 12  # of everything that was drawn, the trained groups' is 1/2
+    known = {"buffer/dropped_by_age": 0, "groups/evicted": 0}
+    # the mean reward of everything that was drawn; that of the trained groups is 1/2
+    assert buffer.take_counts() == known | {"groups/drawn": 6, "groups/dropped": 3, "reward/mean_drawn": 5 / 12}
     assert groups(buffer.take(1)) == [5, 5]  # what was left over
-    counts = buffer.take_counts()
-    assert (counts["groups/drawn"], counts["groups/dropped"]) == (0, 0)
-    assert "reward/mean_drawn" not in counts
+    assert buffer.take_counts() == known | {"groups/drawn": 0, "groups/dropped": 0}
 
 
 def test_giving_up_on_rewards_that_all_failed_says_that(of_rewards: Any) -> None:
@@ -176,7 +167,7 @@ def test_giving_up_on_rewards_that_all_failed_says_that(of_rewards: Any) -> None
     rounds = buffer.rounds(1)
     next(rounds)
     buffer.extend(of_rewards(0, None, None))
-    with pytest.raises(PolicyError, match="1 of 1 groups were dropped \\(none had a valid reward\\)"):
+    with pytest.raises(PolicyError, match=r"1 of 1 .*valid"):
         next(rounds)
 
 
@@ -192,7 +183,8 @@ def test_the_batch_of_a_step_is_built_once_of_the_conversations_themselves(of_re
     buffer.extend(given[3:])
     assert built == []
     buffer.take(2)
-    assert [[id(each) for each in conversations] for conversations in built] == [[id(each) for each in given]]
+    [members] = built
+    assert all(one is other for one, other in zip(members, given, strict=True))
 
 
 def test_a_group_that_was_saved_as_its_batch_goes_on(conversation: Callable[..., Conversation]) -> None:
@@ -228,13 +220,9 @@ def test_counts_and_groups_left_over_survive_a_checkpoint(of_rewards: Any) -> No
     buffer.extend([*of_rewards(0, 1, 1), *of_rewards(1, 1, 0), *of_rewards(2, 0, 1)])
     assert groups(buffer.take(1)) == [1, 1]
     resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-    assert resumed.take_counts() == buffer.take_counts() == {
-        "groups/drawn": 3.0,
-        "groups/dropped": 1.0,
-        "reward/mean_drawn": 4 / 6,
-        "buffer/dropped_by_age": 0.0,
-        "groups/evicted": 0.0,
-    }  # fmt: skip
+    counts = buffer.take_counts()
+    assert resumed.take_counts() == counts
+    assert (counts["groups/drawn"], counts["groups/dropped"], counts["reward/mean_drawn"]) == (3, 1, 4 / 6)
     assert groups(resumed.take(1)) == groups(buffer.take(1)) == [2, 2]
 
 
@@ -255,20 +243,20 @@ def test_a_group_is_held_until_it_is_whole(batch: Batch) -> None:
 def test_a_group_with_more_rows_than_it_can_have_is_an_error(batch: Batch) -> None:
     buffer = ReplayBuffer(group_size=3)
     buffer.extend(batch(first=7, size=2))
-    with pytest.raises(ValueError, match="group 7 has 4 rows, more than the 3 a group can have"):
+    with pytest.raises(ValueError, match=r"group 7 .* 4 .* 3 "):
         buffer.extend(concat_rows([batch(first=3, size=3), batch(first=7, size=2)]))
     assert (len(buffer), buffer.num_incomplete) == (0, 1)  # nothing of a batch that is refused is written
 
 
 def test_the_group_that_waited_longest_since_its_last_row_is_given_up(
-    batch: Batch, caplog: pytest.LogCaptureFixture
+    batch: Batch, caplog: pytest.LogCaptureFixture, says: Says
 ) -> None:
     buffer = ReplayBuffer(group_size=3, max_waiting=2)
     buffer.extend(batch(groups=2, size=1))
     buffer.extend(batch(first=0, size=1))  # group 0 is heard of again: 1 has waited longer
     with caplog.at_level("WARNING"):
         buffer.extend(batch(first=2, size=1))
-    assert "gave up a group with 1 of 3 completions, since 2 others wait" in caplog.text
+    says("tensordict", caplog.messages[0])
     assert (buffer.num_incomplete, buffer.num_evicted) == (2, 1)
     assert buffer.take_counts()["groups/evicted"] == 1.0
     buffer.extend(batch(first=0, size=1))

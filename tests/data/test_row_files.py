@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +31,28 @@ def question(row: Row) -> str:
     return text_in(row, "question")
 
 
-def said(rows: Any) -> dict[int, str]:
-    """What is wrong with the rows that could not be read, by number."""
-    return {number: row.wrong for number, row in rows if isinstance(row, Unreadable)}
-
-
-def test_a_line_that_cannot_be_read_is_a_bad_row_and_those_behind_it_are_read(tmp_path: Path) -> None:
+def test_a_line_that_cannot_be_read_is_a_bad_row_and_others_are_read(tmp_path: Path) -> None:
     good = json.dumps(GOOD).encode()
-    lines = [good, b'{"question": ', b'{"q": "\xe9"}', good]
-    path = written(tmp_path, "a.jsonl", b"\n".join(lines))
-    rows = list(read_jsonl(path))
-    assert [number for number, row in rows if row == GOOD] == [1, 4]
-    assert said(rows) == {
-        2: "is not JSON (Expecting value, character 13)",
-        3: "is not UTF-8 (byte 7, likely Windows-1252 or Latin-1): save the file as UTF-8",
+    path = written(tmp_path, "a.jsonl", b"\n".join([good, b'{"question": ', b'{"q": "\xe9"}', good]))
+    rows = dict(read_jsonl(path))
+    assert (rows[1], rows[4], len(rows)) == (GOOD, GOOD, 4)
+    bad = {number: row.wrong for number, row in rows.items() if isinstance(row, Unreadable)}
+    assert {number: re.findall(r"(?:character|byte) \d+", wrong) for number, wrong in bad.items()} == {
+        2: ["character 13"],
+        3: ["byte 7"],
     }
 
 
 @pytest.mark.parametrize("sign", [",", ";", "\t"])
 def test_a_spreadsheet_s_separator_is_told_from_the_header(sign: str, tmp_path: Path) -> None:
-    text = f'question{sign}answer\r\n"1; 1, 1\t?"{sign}2\r\n'
-    assert [row for _, row in read_csv(written(tmp_path, "a.csv", "\ufeff" + text))] == [
-        {"question": "1; 1, 1\t?", "answer": "2"}
-    ]
-
-
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.csv has two columns called 'answer'"):
-        list(read_csv(written(tmp_path, "a.csv", "question,answer,answer\n1 + 1,2,3\n")))
-    unnamed = written(tmp_path, "b.csv", "question,answer,,\n1 + 1,2,,\n")  # as a spreadsheet leaves them
-    assert [row["answer"] for _, row in read_csv(unnamed) if isinstance(row, dict)] == ["2"]
+    text = f'\ufeffquestion{sign}answer{sign}{sign}\r\n"1; 1, 1\t?"{sign}2{sign}{sign}\r\n'  # unnamed columns are left
+    [(number, row)] = read_csv(written(tmp_path, "a.csv", text))
+    assert (number, row["question"], row["answer"]) == (2, "1; 1, 1\t?", "2")
 
 
 def test_a_cell_longer_than_python_s_own_limit_is_read(tmp_path: Path) -> None:
     [(_, row)] = read_csv(written(tmp_path, "a.csv", "question,answer\n" + "x" * 200_000 + ",2\n"))
     assert len(row["question"]) == 200_000
-
-
-# What is kept
 
 
 def test_rows_come_back_as_they_were() -> None:
@@ -83,22 +68,16 @@ def test_rows_come_back_as_they_were() -> None:
 
 def test_a_lone_surrogate_is_a_bad_row_before_training(tmp_path: Path) -> None:
     path = written(tmp_path, "a.jsonl", json.dumps(GOOD) + '\n{"question": "\\ud800", "answer": "1"}\n')
-    with pytest.raises(DataError, match=r"a.jsonl, row 2 holds half of a character \(a lone surrogate\): remove it"):
+    with pytest.raises(DataError, match=r"a.jsonl, row 2 .*surrogate"):
         located_rows(str(path), "train", question, held_out=0)
 
 
 def test_what_json_has_no_word_for_is_kept_as_text(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    row = {
-        "question": "?",
-        "answer": "1",
-        "day": datetime.date(2026, 1, 2),
-        "price": decimal.Decimal("1.50"),
-        "raw": b"ab",
-    }
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    values = {"day": datetime.date(2026, 1, 2), "price": decimal.Decimal("1.50"), "raw": b"ab"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD | values]), path)
     [read] = located_rows(str(path), "train", question, held_out=0)
-    assert (read["day"], read["price"], read["raw"]) == ("2026-01-02", "1.50", "YWI=")
+    assert read == GOOD | {"day": "2026-01-02", "price": "1.50", "raw": "YWI="}
 
 
 def test_calls_in_a_parquet_file_of_datasets_are_those_of_the_rows(tmp_path: Path, monkeypatch: Any) -> None:
@@ -117,9 +96,6 @@ def test_calls_in_a_parquet_file_of_datasets_are_those_of_the_rows(tmp_path: Pat
     assert [row for _, row in read_parquet(tmp_path / "typed.parquet")] == [row("sky", {"city": "Oslo"}), rows[1]]
 
 
-# All of them told at once
-
-
 def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     paths = [str(written(tmp_path, f"{name}.jsonl", json.dumps({**GOOD, "question": name}))) for name in "ab"]
     rows = located_rows(paths, "train", question, held_out=0)
@@ -128,7 +104,7 @@ def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
         ("b.jsonl, row 1", "b"),
     ]
     written(tmp_path, "b.jsonl", "\n{}")
-    with pytest.raises(DataError, match=r"b.jsonl, row 2, field 'question': missing; the row has no fields"):
+    with pytest.raises(DataError, match=r"b.jsonl, row 2, field 'question'"):
         located_rows(paths, "train", question)
 
 

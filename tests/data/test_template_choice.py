@@ -16,11 +16,12 @@ from rlpost.model.conversion import tiny_tokenizer
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.settings import ModelSettings
 from rlpost.settings.model import template_variables
+from tests.says import Says
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "4"}]
 OFF = {"enable_thinking": False}
-# how Qwen3 leaves thinking out, how SmolLM3 sets its default, how DeepSeek-R1 always thinks
+# how Qwen3 leaves thinking out, how SmolLM3 sets its default
 QWEN3 = """{%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
 {%- if m.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
@@ -36,13 +37,11 @@ SMOLLM3 = (
     + """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 )
-R1 = QWEN3.replace("is defined and enable_thinking is false", "is not defined")
-R1 = R1.replace("enable_thinking is not defined %}{{- '<think>\\n\\n</think>\\n\\n'", "true %}{{- '<think>\\n'")
 
 
 def having(template: str | None) -> Any:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer.chat_template, tokenizer.name_or_path = template, "models/Small-1B"
     return tokenizer
 
 
@@ -70,8 +69,8 @@ def test_what_a_template_is_told_is_as_if_each_rendering_said_it(template: str) 
     assert plain.chat_template == template
 
 
-def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"does not read enable_thinkin; did you mean enable_thinking\?"):
+def test_a_variable_that_the_template_does_not_read_is_refused(says: Says) -> None:
+    with says.refused("data", ConfigError, "enable_thinking"):
         with_choice(having(QWEN3), None, {"enable_thinkin": False})
 
 
@@ -81,30 +80,19 @@ def test_any_plain_value_arrives_as_it_is_and_runs_nothing(value: object) -> Non
     assert rendered(template, given=value) == f"True{value}"
 
 
-@pytest.mark.parametrize(
-    "begins", ["\n\n{{ x }}", "  {% if true %}a{% endif %}", "\n{%- if true %}a{% endif %}", "b\n"]
-)
-def test_a_template_begins_as_it_did(begins: str) -> None:
-    assert rendered(having(with_defaults(begins, {"y": 1}))) == rendered(having(begins))
+def test_a_template_begins_as_it_did() -> None:
+    for begins in ("\n\n{{ x }}", "  {% if true %}a{% endif %}", "\n{%- if true %}a{% endif %}", "b\n"):
+        assert rendered(having(with_defaults(begins, {"y": 1}))) == rendered(having(begins))
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("{enable_thinking: false}", OFF),
-        ("{enable_thinking:False}", OFF),
-        ('{"a": [1, "x: {y}"], "b": null}', {"a": [1, "x: {y}"], "b": None}),
-        (None, {}),
-    ],
-)
-def test_a_mapping_is_written_with_or_without_quotes(text: str | None, value: dict[str, Any]) -> None:
-    assert template_variables("k", text) == value
-
-
-@pytest.mark.parametrize("text", ["x", "[1]", "{messages: 1}"])
-def test_what_is_no_mapping_of_names_to_values_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs"):
-        ModelSettings(chat_template_kwargs=text)
+def test_a_mapping_is_written_with_or_without_quotes() -> None:
+    for text in ("{enable_thinking: false}", "{enable_thinking:False}"):
+        assert template_variables("k", text) == OFF
+    assert template_variables("k", '{"a": [1, "x: {y}"], "b": null}') == {"a": [1, "x: {y}"], "b": None}
+    assert template_variables("k", None) == {}
+    for bad in ("x", "[1]", "{messages: 1}"):
+        with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs"):
+            ModelSettings(chat_template_kwargs=bad)
 
 
 def test_a_base_model_is_given_a_template_that_is_saved_with_it(tmp_path: Path) -> None:
@@ -119,7 +107,7 @@ def test_a_base_model_is_given_a_template_that_is_saved_with_it(tmp_path: Path) 
     assert rendered(load_tokenizer(tmp_path / "trained")) == rendered(having(QWEN3), **OFF)
 
 
-def test_plain_ends_a_turn_with_the_end_of_a_text_and_chatml_says_where_it_cannot() -> None:
+def test_plain_ends_a_turn_with_the_end_of_a_text() -> None:
     tokenizer = having(None)
     tokenizer.eos_token = "<|endoftext|>"
     plain = with_choice(tokenizer, "plain", {})
@@ -131,18 +119,18 @@ def test_plain_ends_a_turn_with_the_end_of_a_text_and_chatml_says_where_it_canno
     assert chatml.convert_ids_to_tokens(stop_ids(chatml)) == ["<|im_end|>", "<|endoftext|>"]  # where sampling stops
     assert tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.chat_template is None
-    with pytest.raises(ConfigError, match=r"chat_template=gemma ends a turn with no special token.*=plain"):
+    with pytest.raises(ConfigError, match=r"chat_template=gemma .*=plain"):
         with_choice(tokenizer, "gemma", {})
 
 
 def test_a_template_that_is_none_is_refused_by_name_or_line(tmp_path: Path) -> None:
     (tmp_path / "bad.jinja").write_text("{{ messages }}\n{% if %}")
     for name, message in {
-        "chatlm": r"model\.chat_template=chatlm is unknown: it is one of plain, chatml.*did you mean chatml\?",
-        f"{tmp_path}/no.jinja": r"no\.jinja cannot be read",
-        "a\0b/c.jinja": r"model\.chat_template=a.b/c\.jinja cannot be read",
-        "a\ud800b/c.jinja": r"model\.chat_template=a.b/c\.jinja cannot be read",
+        "chatlm": r"chatlm .*did you mean chatml\?",
+        f"{tmp_path}/no.jinja": r"no\.jinja",
+        "a\0b/c.jinja": r"a.b/c\.jinja",
+        "a\ud800b/c.jinja": r"a.b/c\.jinja",
         f"{tmp_path}/bad.jinja": r"bad\.jinja, line 2: ",
     }.items():
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=rf"model\.chat_template=.*{message}"):
             named_template(name)

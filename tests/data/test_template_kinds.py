@@ -16,7 +16,8 @@ from rlpost.data.faults import Fault
 from rlpost.data.habits import CallForm, Habits, reply_text
 from rlpost.data.rendering import render
 from rlpost.data.template_choice import with_choice
-from tests.chat_templates import KINDS, bytes_tokenizer, ending, kind
+from tests.chat_templates import KINDS, kind, stretches
+from tests.says import Says
 
 Chat = list[dict[str, Any]]
 
@@ -47,99 +48,64 @@ def encoded(name: str, messages: Chat, tools: list[dict[str, Any]] | None = None
     return Encoder(kind(name)).encode(Demonstration("row 1", messages, tools=tools))
 
 
-def stretches(tokenizer: Any, sample: Sample) -> list[list[str]]:
+def pieces_of(tokenizer: Any, sample: Sample) -> list[list[str]]:
     """Each piece as its stretches of text, read and trained in turn."""
-    shown = []
-    for start, end in pairwise([0, *sample.restarts, len(sample.ids)]):
-        texts = [""]
-        for token, trained in zip(sample.ids[start:end], sample.mask[start:end], strict=True):
-            if trained != (len(texts) % 2 == 0):
-                texts.append("")
-            texts[-1] += tokenizer.decode([token])
-        shown.append(texts)
-    return shown
+    ends = pairwise([0, *sample.restarts, len(sample.ids)])
+    return [stretches(tokenizer, sample.ids[start:end], sample.mask[start:end]) for start, end in ends]
 
 
-def asked(*contents: str, opened: str = "") -> str:
+def asked(*contents: str) -> str:
     """The prompt of a user who has said the last of `contents`, the answers between them included."""
     roles = ["user", "assistant"] * len(contents)
     turns = [f"<|start|>{role}<|message|>{text}<|end|>" for role, text in zip(roles, contents, strict=False)]
-    return "".join(turns) + "<|start|>assistant<|message|>" + opened
+    return "".join(turns) + "<|start|>assistant<|message|>"
 
 
 EMPTY = "<think>\n\n</think>\n\n"
 THOUGHT = "<think>\nHm.\n</think>\n\n"
+REASONS = "Here are my reasoning steps:\n"
+ONE, BOTH = asked("2 + 2?"), asked("2 + 2?", "Four.", "3 + 3?")
+WRITTEN = '<call>add {"a": "2"}</call><|end|>'
+OF_TOOL = "<|start|>tool<|message|>4<|end|><|start|>assistant<|message|>"
+FOUR_END, SIX_END = "Four.<|end|>", "Six.<|end|>"
+CHANNEL = ONE.removesuffix("<|message|>")
+THOUGHTS = [[ONE, f"{THOUGHT}Four.<|end|>"], [BOTH, f"{THOUGHT}Six.<|end|>"]]
 PIECES: list[tuple[str, Chat, list[list[str]]]] = [
-    (
-        "forgets",
-        TWO,
-        [[asked("2 + 2?"), f"{EMPTY}Four.<|end|>"], [asked("2 + 2?", "Four.", "3 + 3?"), f"{EMPTY}Six.<|end|>"]],
-    ),
-    (
-        "forgets",
-        [QUESTION, thinking(ANSWER), AGAIN, thinking(SIX)],
-        [[asked("2 + 2?"), f"{THOUGHT}Four.<|end|>"], [asked("2 + 2?", "Four.", "3 + 3?"), f"{THOUGHT}Six.<|end|>"]],
-    ),
-    (
-        "forgets",
-        [QUESTION, inline(ANSWER), AGAIN, inline(SIX)],
-        [[asked("2 + 2?"), f"{THOUGHT}Four.<|end|>"], [asked("2 + 2?", "Four.", "3 + 3?"), f"{THOUGHT}Six.<|end|>"]],
-    ),
+    ("forgets", TWO, [[ONE, EMPTY + FOUR_END], [BOTH, EMPTY + SIX_END]]),
+    ("forgets", [QUESTION, thinking(ANSWER), AGAIN, thinking(SIX)], THOUGHTS),
+    ("forgets", [QUESTION, inline(ANSWER), AGAIN, inline(SIX)], THOUGHTS),
     (  # thoughts stay between a call and its result, so both answers stand in one piece
         "forgets",
         [QUESTION, thinking(CALL), RESULT, thinking(ANSWER)],
-        [
-            [
-                asked("2 + 2?"),
-                f'{THOUGHT}<call>add {{"a": "2"}}</call><|end|>',
-                "<|start|>tool<|message|>4<|end|><|start|>assistant<|message|>",
-                f"{THOUGHT}Four.<|end|>",
-            ]
-        ],
+        [[ONE, THOUGHT + WRITTEN, OF_TOOL, THOUGHT + FOUR_END]],
     ),
     (
         "opens",
         [QUESTION, inline(ANSWER), AGAIN, SIX],
-        [
-            [asked("2 + 2?", opened="<think>\n"), "Hm.\n</think>\n\nFour.<|end|>"],
-            [asked("2 + 2?", "Four.", "3 + 3?", opened="<think>\n"), "\n</think>\n\nSix.<|end|>"],
-        ],
+        [[ONE + "<think>\n", f"Hm.\n</think>\n\n{FOUR_END}"], [BOTH + "<think>\n", f"\n</think>\n\n{SIX_END}"]],
     ),
     (
         "opens",
         CALLED,
         [
-            [asked("2 + 2?", opened="<think>\n"), '\n</think>\n\n<call>add {"a": "2"}</call><|end|>'],
-            [
-                f'{asked("2 + 2?")}<call>add {{"a": "2"}}</call><|end|><|start|>tool<|message|>4<|end|>'
-                "<|start|>assistant<|message|><think>\n",
-                "\n</think>\n\nFour.<|end|>",
-            ],
+            [ONE + "<think>\n", f"\n</think>\n\n{WRITTEN}"],
+            [f"{ONE}{WRITTEN}{OF_TOOL}<think>\n", f"\n</think>\n\n{FOUR_END}"],
         ],
     ),
     (
         "reasons",
         [QUESTION, inline(ANSWER), AGAIN, SIX],
         [
-            [
-                asked("2 + 2?", opened="Here are my reasoning steps:\n"),
-                "Hm.\n[BEGIN FINAL RESPONSE]\nFour.<|end|>",
-            ],
-            [
-                asked("2 + 2?", "Four.", "3 + 3?", opened="Here are my reasoning steps:\n"),
-                "\n[BEGIN FINAL RESPONSE]\n\nSix.<|end|>",
-            ],
+            [ONE + REASONS, f"Hm.\n[BEGIN FINAL RESPONSE]\n{FOUR_END}"],
+            [BOTH + REASONS, f"\n[BEGIN FINAL RESPONSE]\n\n{SIX_END}"],
         ],
     ),
     (
         "channels",
         [QUESTION, thinking(ANSWER), AGAIN, SIX],
         [
-            [
-                asked("2 + 2?").removesuffix("<|message|>"),
-                ".thoughts<|message|>Hm.<|end|><|start|>assistant<|message|>Four.<|return|>",
-            ],
-            [asked("2 + 2?", "Four.", "3 + 3?").removesuffix("<|message|>"), "<|message|>Six.<|return|>"],
+            [CHANNEL, ".thoughts<|message|>Hm.<|end|><|start|>assistant<|message|>Four.<|return|>"],
+            [BOTH.removesuffix("<|message|>"), "<|message|>Six.<|return|>"],
         ],
     ),
     (  # a call keeps its end
@@ -147,36 +113,20 @@ PIECES: list[tuple[str, Chat, list[list[str]]]] = [
         [QUESTION, thinking(CALL), RESULT, ANSWER],
         [
             [
-                asked("2 + 2?").removesuffix("<|message|>"),
+                CHANNEL,
                 '.thoughts<|message|>Hm.<|end|><|start|>assistant.add<|message|>{"a": "2"}<|call|>',
-                "<|start|>tool<|message|>4<|end|><|start|>assistant",
+                OF_TOOL.removesuffix("<|message|>"),
                 "<|message|>Four.<|return|>",
             ]
         ],
     ),
-    (
-        "empties",
-        TWO,
-        [
-            [asked("2 + 2?", opened=EMPTY), "Four.<|end|>"],
-            [asked("2 + 2?", "Four.", "3 + 3?", opened=EMPTY), "Six.<|end|>"],
-        ],
-    ),
+    ("empties", TWO, [[ONE + EMPTY, FOUR_END], [BOTH + EMPTY, SIX_END]]),
     (
         "chains",
         [QUESTION, CALL, RESULT, CALL, RESULT, ANSWER],
-        [
-            [
-                asked("2 + 2?"),
-                '<call>add {"a": "2"}</call><|end|>',
-                "<result>4</result>",
-                '\n<call>add {"a": "2"}</call><|end|>',
-                "<result>4</result>",
-                "Four.<|end|>",
-            ]
-        ],
+        [[ONE, WRITTEN, "<result>4</result>", f"\n{WRITTEN}", "<result>4</result>", FOUR_END]],
     ),
-    ("parts", TWO, [[asked("2 + 2?"), "Four.<|end|>", asked("3 + 3?"), "Six.<|end|>"]]),
+    ("parts", TWO, [[ONE, FOUR_END, asked("3 + 3?"), SIX_END]]),
 ]
 
 
@@ -186,38 +136,29 @@ def test_each_answer_is_trained_behind_the_prompt_that_asks_for_it(
 ) -> None:
     sample = encoded(name, messages)
     assert (sample.fault, sample.reason) == (None, "")
-    assert stretches(kind(name), sample) == pieces
+    assert pieces_of(kind(name), sample) == pieces
 
 
-def test_a_template_of_two_closing_tokens_trains_both_once() -> None:
-    tokenizer = bytes_tokenizer(ending("command"))
-    sample = Encoder(tokenizer).encode(Demonstration("row 1", TWO))
-    [[_, first, _, second]] = stretches(tokenizer, sample)
-    assert first == "Four.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
-    assert second == "Six.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
-
-
-def test_pieces_and_empty_thoughts_are_noted() -> None:
+def test_pieces_and_empty_thoughts_are_noted(says: Says) -> None:
     assert encoded("opens", [QUESTION, inline(ANSWER)]).notes == ()
-    [thought, pieces] = encoded("opens", TWO).notes
-    assert thought.startswith("an answer ends the thought that the chat template")
-    assert pieces.startswith("read in several pieces, since the chat template")
+    says("data", "\n".join(encoded("opens", TWO).notes))
 
 
-LEFT_OUT = [
-    ("drops", [QUESTION, {**CALL, "content": "Let me see."}, ANSWER], "the text beside a call of message 2"),
-    ("drops", CALLED, "the text of message 3, of the role tool"),
-    ("drops", [*TWO[:2], {"role": "system", "content": "In verse."}, *TWO[2:]], "the text of message 3, of the role s"),
-    ("chains", [QUESTION, thinking(ANSWER)], "no place for the thoughts of message 2: add env.thoughts=inline"),
-    ("parts", CALLED, "leaves out the call of add in message 2"),
-]
-
-
-@pytest.mark.parametrize(("name", "messages", "reason"), LEFT_OUT)
-def test_a_row_of_which_the_template_leaves_something_out_is_bad(name: str, messages: Chat, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("drops", [QUESTION, {**CALL, "content": "Let me see."}, ANSWER]),
+        ("drops", CALLED),
+        ("drops", [*TWO[:2], {"role": "system", "content": "In verse."}, *TWO[2:]]),
+        ("chains", [QUESTION, thinking(ANSWER)]),
+        ("parts", CALLED),
+    ],
+    ids=["text beside a call", "result", "system message", "thoughts", "call"],
+)
+def test_a_row_of_which_the_template_leaves_something_out_is_bad(name: str, messages: Chat, says: Says) -> None:
     sample = encoded(name, messages, [TOOL])
     assert sample.fault is Fault.template
-    assert reason in sample.reason
+    says("data", sample.reason)
 
 
 def test_the_form_of_calls_is_the_one_that_the_template_writes() -> None:
@@ -257,12 +198,6 @@ SAID = f"{THOUGHT}Four.<|end|>"
 NEXT = "<|start|>user<|message|>3 + 3?<|end|><|start|>assistant<|message|>"
 
 
-def test_kept_history_goes_on_behind_the_sampled_ids() -> None:
-    conversation, tokenizer = played("forgets", [(SAID, [AGAIN])], as_template=False)
-    assert tokenizer.decode(conversation.context) == asked("2 + 2?") + SAID + NEXT
-    assert conversation.restarts == []
-
-
 def test_history_as_the_template_has_it_begins_anew_with_the_prompt_of_inference() -> None:
     conversation, tokenizer = played("forgets", [(SAID, [AGAIN]), ("Six.<|end|>", [])], as_template=True)
     assert conversation.restarts == [len(SAID) - len("<|end|>") + 1]
@@ -273,28 +208,22 @@ def test_history_as_the_template_has_it_begins_anew_with_the_prompt_of_inference
 
 
 def test_history_as_the_template_has_it_goes_on_where_nothing_is_changed() -> None:
-    said = f'{THOUGHT}<call>add {{"a": "2"}}</call><|end|>'
+    said = THOUGHT + WRITTEN
     conversation, tokenizer = played("forgets", [(said, [thinking(CALL), RESULT])], as_template=True)
     assert conversation.restarts == []
-    assert tokenizer.decode(conversation.context).endswith(
-        said + "<|start|>tool<|message|>4<|end|><|start|>assistant<|message|>"
-    )
+    assert tokenizer.decode(conversation.context).endswith(said + OF_TOOL)
 
 
 @pytest.mark.parametrize(
     ("name", "said", "messages", "behind"),
     [
+        ("forgets", SAID, [AGAIN], NEXT),  # which keeps the thought
         ("opens", "Hm.\n</think>\n\nFour.<|end|>", [AGAIN], NEXT + "<think>\n"),
         ("opens", "Four.<|endoftext|>", [AGAIN], f"<|end|>{NEXT}<think>\n"),  # another stop token lacks the end
         ("channels", "<|message|>Four.<|return|>", [AGAIN], NEXT.removesuffix("<|message|>")),
-        (
-            "channels",
-            '.add<|message|>{"a": "2"}<|call|>',
-            [CALL, RESULT],
-            "<|start|>tool<|message|>4<|end|><|start|>assistant",
-        ),
-        ("chains", '<call>add {"a": "2"}</call><|end|>', [CALL, RESULT], "<result>4</result>"),
-        ("empties", "Four.<|end|>", [AGAIN], NEXT + EMPTY),
+        ("channels", '.add<|message|>{"a": "2"}<|call|>', [CALL, RESULT], OF_TOOL.removesuffix("<|message|>")),
+        ("chains", WRITTEN, [CALL, RESULT], "<result>4</result>"),
+        ("empties", FOUR_END, [AGAIN], NEXT + EMPTY),
     ],
 )
 def test_what_follows_a_sampled_turn_is_what_the_template_writes_behind_it(
@@ -302,23 +231,12 @@ def test_what_follows_a_sampled_turn_is_what_the_template_writes_behind_it(
 ) -> None:
     conversation, tokenizer = played(name, [(said, messages)], as_template=False)
     assert tokenizer.decode(conversation.response_ids) == said + behind
+    assert conversation.context == conversation.prompt_ids + conversation.response_ids
 
 
 def test_the_template_decides_whether_history_is_kept() -> None:
-    def rewrites(name: str, **more: Any) -> bool:
-        return Continuation(kind(name)).rewrites("user", opening=[QUESTION], **more)
-
-    assert {name: rewrites(name) for name in KINDS} == {
-        "forgets": True,
-        "opens": True,
-        "reasons": True,
-        "channels": True,
-        "empties": True,
-        "chains": False,
-        "drops": False,
-        "parts": False,
-        "dated": False,
-    }
+    rewriting = [name for name in KINDS if Continuation(kind(name)).rewrites("user", opening=[QUESTION])]
+    assert rewriting == ["forgets", "opens", "reasons", "channels", "empties"]
 
 
 def test_a_reply_to_a_prompt_that_opens_a_thought_is_judged_with_it() -> None:

@@ -9,15 +9,10 @@ import pytest
 
 from rlpost.screen.picture import frame as drawn
 from rlpost.screen.state import STOPPING, Shown, State
+from tests.says import Says
 
-SAMPLE = Shown(
-    3,
-    "What is 34 + 57?",
-    "30 + 50 = 80 and 4 + 7 = 11.\nSo 34 + 57 = 91.",
-    1.1,
-    {"answer": 1.0, "format": 0.1},
-    "stop",
-)
+REPLIED = "30 + 50 = 80 and 4 + 7 = 11.\nSo 34 + 57 = 91."
+SAMPLE = Shown(3, "What is 34 + 57?", REPLIED, 1.1, {"answer": 1.0, "format": 0.1}, "stop")
 FIGURES = {
     "reward/mean": 0.5,
     "reward/std": 0.4,
@@ -71,34 +66,9 @@ def frame(state: State, width: int, height: int) -> list[str]:
     return [line.plain.rstrip() for line in drawn(state, width, height)]
 
 
-def test_the_picture_at_80_by_24(state: State) -> None:
+def test_the_picture_at_80_by_24(state: State, says: Says) -> None:
     state.notes.append("out of memory: going on with tokens_per_microbatch=1024")
-    assert frame(state, 80, 24) == [
-        " my-run                                    packaged:smollm2 · arithmetic · vllm",
-        " █████████████████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  3/8 steps  0:48 left",
-        " sampling 64 completions  2 s                       10.0 s a step  elapsed 0:42",
-        "",
-        "         reward 0.75  3 steps so far             accuracy 25%  3 steps so far",
-        "         step 1  0.25                            step 1  25%",
-        "         step 2  0.50                            step 2  25%",
-        "         step 3  0.75                            step 3  25%",
-        "",
-        " tokens    15.2      gap       0.015     tok/s     186       grad      2.79",
-        " entropy   1.23      no spread 12%       truncated 3%        clipped   0.1%",
-        "",
-        " held-out  3.1% [2.0%, 5.0%] of 50 before training",
-        "",
-        " time      rollout 33% 0:14  train 43% 0:18  eval 24% 0:10",
-        "",
-        " step 3  reward 1.1 (answer 1, format 0.1), stop",
-        "   What is 34 + 57?",
-        " │ 30 + 50 = 80 and 4 + 7 = 11.",
-        " │ So 34 + 57 = 91.",
-        "",
-        "",
-        " out of memory: going on with tokens_per_microbatch=1024",
-        " Ctrl-C finishes the step, saves and stops",
-    ]
+    says("train", "\n".join(frame(state, 80, 24)))
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -116,11 +86,11 @@ def test_every_size_has_a_frame_that_fits(state: State, width: int, height: int,
     [
         "\x1b[2J\x1b]0;owned\x07\x9b31m\r",
         "[bold red]hi[/] [/foo] [link=file:///]x[/link] :smile:",
-        "日本語" * 9999,
+        "日本語" * 999,
         "x" * 100_000,
         "e" + "\u0301" * 9999,
         "\u202eright to left\u2066",
-        "👩\u200d👩\u200d👧🇩🇪❤️" * 999,
+        "👩\u200d👩\u200d👧🇩🇪❤️" * 99,
         "\n" * 9999 + "end",
         "\t" * 99,
     ],
@@ -138,54 +108,44 @@ def test_hostile_text_leaves_the_frame_intact(state: State, text: str, width: in
 
 
 def test_markup_is_shown_and_does_nothing(state: State) -> None:
-    state.samples = [replace(SAMPLE, completion="[bold red]hi[/] [/foo]", prompt="[b]?")]
-    lines = drawn(state, 80, 24)
-    shown = next(line for line in lines if "hi" in line.plain)
-    assert shown.plain.rstrip() == " │ [bold red]hi[/] [/foo]"
+    markup = "[bold red]hi[/] [/foo]"
+    state.samples = [replace(SAMPLE, completion=markup, prompt="[b]?")]
+    [shown] = [line for line in drawn(state, 80, 24) if "hi" in line.plain]
+    assert shown.plain.rstrip() == f" │ {markup}"
     assert {str(span.style) for span in shown.spans} <= {"dim"}
 
 
 def test_stopping_is_said_in_the_picture(state: State) -> None:
     state.stopping = STOPPING
     lines = frame(state, 80, 24)
-    assert lines[-1] == " stopping: this step is finished and saved first; Ctrl-C again leaves at once"
+    assert lines[-1] == f" {STOPPING}"
     assert "left" not in lines[1]
 
 
-def test_before_the_first_step_the_picture_says_what_is_done() -> None:
-    state = State(total=60, plan=["model   tiny", "precision float32", "work    " + "prompts " * 10])
+def test_before_the_first_step_the_picture_says_what_is_done(says: Says) -> None:
+    state = State(now=lambda: 0.0, total=60, plan=["model   tiny", "precision float32", "work    " + "prompts " * 10])
     state.begin_phase("evaluating", done=256, total=500)
-    lines = frame(state, 80, 24)
-    assert lines[1].endswith("0/60 steps")
-    assert lines[2].startswith(" evaluating 256/500")
-    assert "held-out data is measured" in lines[4]
-    at = lines.index(" model     tiny")
-    assert lines[at + 1] == " precision float32"
-    assert lines[at + 2 : at + 4] == [" work      " + " ".join(["prompts"] * 8), " " * 11 + "prompts prompts"]
+    says("train", "\n".join(frame(state, 80, 24)))
 
 
-def test_from_six_steps_on_there_are_curves_with_their_range(state: State) -> None:
+def test_from_six_steps_on_there_are_curves_with_their_range(state: State, says: Says) -> None:
     for step in (4, 5):
         state.end_step(step, FIGURES)
-    assert "5 steps so far" in frame(state, 80, 24)[4]
+    assert "┤" not in "".join(frame(state, 80, 24))
     state.end_step(6, FIGURES)
-    lines = frame(state, 80, 24)
-    assert "reward 0.50  steps 1-6" in lines[4]
-    assert (lines[5][40:49], lines[8][40:49]) == ("    25% ┤", "     0% ┤")
+    says("train", "\n".join(frame(state, 80, 24)))
 
 
-def test_a_tall_picture_explains_its_words_and_shows_several_completions(state: State) -> None:
+def test_a_tall_picture_explains_its_words_and_shows_several_completions(state: State, says: Says) -> None:
+    says("train", "\n".join(frame(state, 120, 40)))  # without the word lag, which is not shown
     state.samples = [replace(SAMPLE, completion="x" * 9999, rank=rank) for rank in ("", "best", "worst", "", "")]
-    lines = frame(state, 120, 40)
-    assert any("gap: mean difference" in line for line in lines)
-    assert not any("lag:" in line for line in lines)  # it is not shown
-    assert lines[-1].startswith(" Ctrl-C")
     for height, ranks in [(24, 1), (50, 2), (70, 5)]:
         assert sum(line.startswith(" step 3") for line in frame(state, 120, height)) == ranks
 
 
-PROMPT = "You answer questions about stories.\n" + "A fox met a badger. " * 200 + "\n\nWho met the badger?"
-REPLY = "Let me think. " * 200 + "It was the fox."
+TASK, QUESTION, ANSWER = "You answer questions about stories.", "Who met the badger?", "It was the fox."
+PROMPT = f"{TASK}\n" + "A fox met a badger. " * 200 + f"\n\n{QUESTION}"
+REPLY = "Let me think. " * 200 + ANSWER
 ALARMS = ("nothing was learned in 5 steps: " + "why " * 60 + "rlpost rollouts show", "few held-out prompts " * 5)
 
 
@@ -199,8 +159,8 @@ def test_a_long_prompt_and_completion_have_their_ends_and_several_lines(
     lines = frame(state, width, height)
     at = lines.index(next(line for line in lines if line.startswith(" step 3")))
     prompt, reply = ([line for line in lines[at:] if line.startswith(edge)] for edge in ("   ", " │ "))
-    assert (prompt[0], prompt[-1]) == ("   You answer questions about stories.", "   Who met the badger?")
-    assert reply[-1].endswith("It was the fox.")
+    assert (prompt[0], prompt[-1]) == (f"   {TASK}", f"   {QUESTION}")
+    assert reply[-1].endswith(ANSWER)
     assert len(prompt) >= 3
     assert len(reply) >= 4
     for alarm in alarms[-1:]:
@@ -226,39 +186,30 @@ def test_no_row_is_free_while_a_text_is_cut(state: State, alarms: tuple[str, ...
 
 
 def test_a_note_that_fills_the_picture_keeps_its_end(state: State) -> None:
-    state.notes.append("dead reward: " + "why " * 200 + "rlpost reward test shows it")
+    state.notes.append(ALARMS[0].replace("why " * 60, "why " * 200))
     lines = frame(state, 80, 24)
-    assert sum(line.startswith(" dead reward: why") for line in lines) == 1
-    assert lines[-2].endswith("rlpost reward test shows it")
-
-
-def test_both_evaluations_stand_side_by_side_if_there_is_room(state: State) -> None:
-    later = EVALUATION | {name: value * 10 for name, value in EVALUATION.items() if "accuracy" in name}
-    state.end_step(4, {**FIGURES, **later})
-    for width, shown in [
-        (104, "3.1% [2.0%, 5.0%] of 50 before training  →  31.0% [20.0%, 50.0%] of 50 after step 4"),
-        (82, "31.0% [20.0%, 50.0%] of 50 after step 4"),
-    ]:
-        assert f" held-out  {shown}" in frame(state, width, 24)
+    assert sum(line.startswith(f" {ALARMS[0][:20]}") for line in lines) == 1
+    assert lines[-2].endswith(ALARMS[0][-20:])
 
 
 @pytest.mark.parametrize(
-    ("key", "rows", "shown"),
+    ("key", "rows", "first", "later"),
     [
-        ("eval/reward", "eval/prompts", "reward 0.250 [0.100, 0.500] of 50"),
-        ("eval/accuracy_lenient", "eval/prompts", "25.0% [10.0%, 50.0%] of 50"),
-        ("eval/loss", "eval/rows", "loss 0.250 [0.100, 0.500] of 50"),
+        ("eval/reward", "eval/prompts", "reward 0.250 [0.125, 0.500] of 50", "reward 0.500 [0.250, 1.000] of 50"),
+        ("eval/accuracy_lenient", "eval/prompts", "25.0% [12.5%, 50.0%] of 50", "50.0% [25.0%, 100.0%] of 50"),
+        ("eval/loss", "eval/rows", "loss 0.250 [0.125, 0.500] of 50", "loss 0.500 [0.250, 1.000] of 50"),
     ],
 )
-def test_a_held_out_figure_says_what_it_is_with_its_interval_and_number(key: str, rows: str, shown: str) -> None:
-    state = State(total=8)
-    figures = {rows: 50.0, key: 0.25, f"{key}_low": 0.1, f"{key}_high": 0.5}
-    state.begin(0, 8, [(0, figures)])
-    state.end_step(4, {**FIGURES, **figures})
-    assert f" held-out  {shown} before training  →  {shown} after step 4" in frame(state, 120, 24)
-    assert f" held-out  {shown} after step 4" in frame(state, 64, 24)
+def test_both_evaluations_stand_side_by_side_if_there_is_room(
+    state: State, key: str, rows: str, first: str, later: str
+) -> None:
+    figures = {key: 0.25, f"{key}_low": 0.125, f"{key}_high": 0.5}
+    state.begin(0, 8, [(0, {**figures, rows: 50.0})])
+    state.end_step(4, {**FIGURES, **{name: 2 * value for name, value in figures.items()}, rows: 50.0})
+    assert f" held-out  {first} before training  →  {later} after step 4" in frame(state, 120, 24)
+    assert f" held-out  {later} after step 4" in frame(state, 64, 24)
 
 
 def test_a_reward_that_failed_is_no_number(state: State) -> None:
     state.samples = [replace(SAMPLE, reward=None, reward_parts={})]
-    assert " step 3  reward failed, stop" in frame(state, 80, 24)
+    assert any("reward failed" in line for line in frame(state, 80, 24))

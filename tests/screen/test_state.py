@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from tensordict import TensorDict
@@ -13,27 +14,17 @@ EVALUATION = {"eval/accuracy_lenient": 0.25}
 SAMPLE = Shown(1, "p", "c", 1.0, {}, "stop")
 
 
-class Clock:
-    """Time that passes when told to."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def __call__(self) -> float:
-        return self.time
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(time=100.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def state(clock: SimpleNamespace) -> State:
+    return State(now=lambda: clock.time)
 
 
-@pytest.fixture
-def state(clock: Clock) -> State:
-    return State(now=clock)
-
-
-def test_the_time_left_falls_only_during_steps(state: State, clock: Clock) -> None:
+def test_the_time_left_falls_only_during_steps(state: State, clock: SimpleNamespace) -> None:
     state.begin(0, 3)
     state.end_step(1, {"time/step": 10.0})
     clock.time += 1000  # an evaluation
@@ -57,7 +48,7 @@ def test_a_sample_stays_until_there_is_another(state: State) -> None:
     assert state.samples == [SAMPLE]
 
 
-def test_the_split_of_the_time_is_all_of_it(state: State, clock: Clock) -> None:
+def test_the_split_of_the_time_is_all_of_it(state: State, clock: SimpleNamespace) -> None:
     for kind, seconds in [("evaluating", 3.0), ("sampling", 5.0), ("evaluating", 7.0), ("training", 11.0)]:
         state.begin_phase(kind)
         clock.time += seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -159,7 +160,7 @@ class Session:
             env={**environment, "TERM": "xterm-256color", "PYTHONUTF8": "1", **env},
         )
         os.close(theirs)
-        self._raw = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
 
     def until(self, seen: Callable[[Terminal], bool], seconds: float = 120) -> Terminal:
         """Read until `seen`; fails with what is shown after `seconds`."""
@@ -203,18 +204,5 @@ class Session:
             data = os.read(self._ours, 65536) if ready else b""
         except OSError:  # the other end is closed
             return False
-        self._raw += data
-        text = self._raw.decode(errors="ignore") if _is_whole(self._raw) else ""
-        if text:
-            self._raw = b""
-            self.terminal.feed(text)
+        self.terminal.feed(self._decoder.decode(data))
         return bool(data)
-
-
-def _is_whole(data: bytes) -> bool:
-    """Whether no character is cut in two."""
-    try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        return error.reason != "unexpected end of data"
-    return True
