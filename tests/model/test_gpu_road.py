@@ -15,9 +15,10 @@ from rlpost.config.compose import compose
 from rlpost.estimate.needs import LOGITS_ON_GPU, parts_of, work_of
 from rlpost.estimate.shape import shape_of_config
 from rlpost.model import attention, logprobs
+from rlpost.model.device import leave_room
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import add_adapter
-from rlpost.model.packing import pack
+from rlpost.model.packing import Gathered, pack
 from rlpost.model.trainable import recompute_activations
 from rlpost.settings import LoRASettings
 from tests.model.test_logprobs import ALIKE, ARCHITECTURES, DIFFERENT, random_rows, small_model
@@ -64,23 +65,20 @@ def take_road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Go the way of a GPU with the kernel from now on, or of one without; returns the calls of attention."""
     calls: Calls = []
 
-    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        calls.append((query.dtype, key.dtype, value.dtype, query.shape[1], key.shape[1]))
-        return varlen(query, key, value, *args, **named)
+    def noted(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+            calls.append((query.dtype, key.dtype, value.dtype, query.shape[1], key.shape[1]))
+            return attend(query, key, value, *args, **named)
 
-    def padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any) -> torch.Tensor:
-        calls.append((query.dtype, key.dtype, value.dtype, query.shape[1], key.shape[1]))
-        return attend(query, key, value, *args)
-
-    attend = attention.attend_padded
+        return call
 
     def take() -> Calls:
         monkeypatch.setattr(attention, "SHORT", 0)
         if request.param == "in sequences":
             monkeypatch.setattr(attention, "takes_sequences", lambda query: True)
-            monkeypatch.setattr(attention, "varlen_attn", kernel)
+            monkeypatch.setattr(attention, "varlen_attn", noted(varlen))
         else:
-            monkeypatch.setattr(attention, "attend_padded", padded)
+            monkeypatch.setattr(attention, "attend_padded", noted(attention.attend_padded))
         return calls
 
     return take
@@ -125,9 +123,15 @@ def test_attention_gets_one_dtype_and_unexpanded_keys_once_a_layer(take_road: Ca
     assert (len(road), heads) in [(layers, {(4, 1)}), (2 * blocks * layers, {(4, 4)})]
 
 
-def test_keys_of_a_prompt_sum_their_gradients_in_float32() -> None:
-    from rlpost.model.packing import Gathered
+def test_the_trainer_leaves_an_engine_beside_it_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: fractions.append(part))
+    for share, device in ((0.0, "cuda"), (0.4, "cpu"), (0.4, "cuda")):
+        leave_room(share, torch.device(device))
+    assert fractions == [pytest.approx(0.57)]
 
+
+def test_keys_of_a_prompt_sum_their_gradients_in_float32() -> None:
     rows = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     Gathered.apply(rows, torch.zeros(3, dtype=torch.int64), True).backward(
         torch.tensor([256.0, 1, 1], dtype=torch.bfloat16)

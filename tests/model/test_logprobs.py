@@ -74,18 +74,19 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
     torch.testing.assert_close(entropy, torch.cat([e[1] for e in expected]), atol=3e-5, rtol=0, check_dtype=False)
 
 
-def num_prompts_of_blocks(sizes: list[tuple[int, list[int]]]) -> list[int]:
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (ALIKE, [3, 2, 1]),
+        (DIFFERENT, [1, 1, 1]),
+        ([(2, [3, 3]), (2, [3, 90]), (2, [3, 3]), (2, [3, 3])], [1, 1, 2]),  # a long one does not pad its neighbours
+    ],
+)
+def test_neighbouring_groups_of_one_shape_are_attended_together(
+    sizes: list[tuple[int, list[int]]], expected: list[int]
+) -> None:
     [microbatch] = pack(random_rows(sizes), 10_000, torch.device("cpu"))
-    return [block.num_prompts for block in microbatch.layout.blocks]
-
-
-def test_neighbouring_groups_of_one_shape_are_attended_together() -> None:
-    assert num_prompts_of_blocks(ALIKE) == [3, 2, 1]
-    assert num_prompts_of_blocks(DIFFERENT) == [1, 1, 1]
-
-
-def test_one_long_completion_does_not_pad_its_neighbours() -> None:
-    assert num_prompts_of_blocks([(2, [3, 3]), (2, [3, 90]), (2, [3, 3]), (2, [3, 3])]) == [1, 1, 2]
+    assert [block.num_prompts for block in microbatch.layout.blocks] == expected
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -115,20 +116,10 @@ def test_the_chunked_gradient_is_that_of_full_logits(
         torch.testing.assert_close(own, reference, atol=1e-12, rtol=1e-12)
 
 
-def test_a_model_in_float64_is_read_in_float64() -> None:
-    model = small_model("llama")
-    [microbatch] = pack(random_rows([(3, [4])]), 100, torch.device("cpu"))
-    assert [values.dtype for values in token_log_probs(model, microbatch, 1.0)] == [torch.float64] * 2
-
-
-def grpo_objective(kl_coef: float = 0.0, temperature: float = 1.0) -> PolicyObjective:
-    settings = GRPOLossSettings(aggregation=Aggregation.token_mean, kl_coef=kl_coef)
-    return PolicyObjective(settings, temperature=temperature, max_completion_tokens=32)
-
-
 def gradient(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> torch.Tensor:
     model.zero_grad()
-    objective = grpo_objective(kl_coef=0.1, temperature=0.9)
+    settings = GRPOLossSettings(aggregation=Aggregation.token_mean, kl_coef=0.1)
+    objective = PolicyObjective(settings, temperature=0.9, max_completion_tokens=32)
     normaliser = objective.normaliser(rows)
     for microbatch in pack(rows, budget, torch.device("cpu")):
         objective(model, microbatch, normaliser).loss.backward()
@@ -148,33 +139,13 @@ def test_the_gradient_is_the_same_however_a_minibatch_is_split() -> None:
     assert (backwards - whole).norm() / whole.norm() < 1e-4
 
 
-def test_the_gradient_is_that_of_the_plain_forward() -> None:
-    model = small_model("qwen2", torch.float32)
-    rows = random_rows([(7, [3, 9]), (4, [5])])
-    objective = grpo_objective()
-    [microbatch] = pack(rows, 10_000, torch.device("cpu"))
-    objective(model, microbatch, objective.normaliser(rows)).loss.backward()
-    packed = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    model.zero_grad()
-    total = torch.zeros(())
-    for row in rows:
-        log_probs, _ = alone(model, row, 1.0)
-        total = total - ((log_probs - log_probs.detach()).exp() * row.advantage).sum()
-    (total / sum(row.num_trained for row in rows)).backward()
-    plain = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    assert (packed - plain).norm() / plain.norm() < 1e-4
-
-
 def test_microbatches_keep_to_their_budget_and_share_prompts() -> None:
     rows = random_rows([(10, [4, 4, 4, 4]), (3, [4])])
     batches = list(pack(rows, 20, torch.device("cpu")))
     assert [b.num_packed for b in batches] == [18, 18, 7]  # 10+4+4, the prompt again +4+4, 3+4
     assert [len(b.rows) for b in batches] == [2, 2, 1]
-
-
-def test_a_completion_above_the_budget_is_a_microbatch_of_its_own() -> None:
-    rows = random_rows([(10, [30, 2])])
-    assert [b.num_packed for b in pack(rows, 20, torch.device("cpu"))] == [40, 12]
+    above = pack(random_rows([(10, [30, 2])]), 20, torch.device("cpu"))
+    assert [b.num_packed for b in above] == [40, 12]
 
 
 def test_a_cpu_reads_few_different_lengths() -> None:

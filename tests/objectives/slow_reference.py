@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import cmath
 import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,27 +209,19 @@ def loss(choice: Choice, x: Table, frozen: Table, batch: Batch) -> float:
 
 def gradient(choice: Choice, x: Table, batch: Batch) -> Table:
     """∂loss/∂x; 0 where the mask is False."""
-    slopes = [[0.0] * len(x[0]) for _ in x]
+    return slopes(lambda moved: loss(choice, moved, x, batch), x, batch)
+
+
+def slopes(value: Callable[[Table], Any], x: Table, batch: Batch) -> Table:
+    """The derivatives of `value` at `x`; 0 where the mask is False."""
+    found = [[0.0] * len(x[0]) for _ in x]
     step = 1e-30
     for row in range(len(x)):
         for t in trained(batch, row):
             moved = [list(r) for r in x]
             moved[row][t] = complex(x[row][t], step)
-            slopes[row][t] = loss(choice, moved, x, batch).imag / step
-    return slopes
-
-
-MEANS = (
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "ratio_mean",
-    "kl_to_old",
-    "kl_to_ref",
-    "kl_to_sampler",
-    "sampler_gap",
-    "sampler_weight_mean",
-    "sampler_cut_fraction",
-)
+            found[row][t] = value(moved).imag / step
+    return found
 
 
 def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
@@ -235,7 +229,7 @@ def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
     c = choice.coefficients
     low, high = 1 - c.get("clip_low", 1e9), 1 + c.get("clip_high", 1e9)  # no bound: reinforce
     ceiling = c.get("max_ratio", 1e9)
-    sums = dict.fromkeys(MEANS, 0.0)
+    sums: dict[str, float] = defaultdict(float)
     count, squares = 0, 0.0
     of_sampler: list[float] = []  # pi_old / mu
     for row in range(len(x)):

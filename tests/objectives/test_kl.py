@@ -20,27 +20,19 @@ def test_the_mean_of_an_unbiased_estimator_is_the_divergence(estimator: str) -> 
     assert (P * samples).sum().item() == pytest.approx(EXACT, abs=1e-12)
 
 
-def test_k2_and_k3_are_never_negative() -> None:
-    for estimator in ("k2", "k3", "k3_k2grad"):
-        assert kl_divergence(P.log(), Q.log(), estimator).min().item() >= 0
-
-
-def mean_gradient(estimator: str) -> torch.Tensor:
-    """The estimator's gradient in the logits of P, averaged over tokens drawn from P."""
-    logits = P.log().requires_grad_()
-    samples = kl_divergence(logits.log_softmax(-1), Q.log(), estimator)
-    return torch.autograd.grad((P * samples).sum(), logits)[0]
-
-
 def test_k2_and_k3_with_its_gradient_pull_as_the_divergence_does() -> None:
     logits = P.log().requires_grad_()
     log_p = logits.log_softmax(-1)
-    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - Q.log())).sum(), logits)
-    assert torch.allclose(mean_gradient("k2"), exact, atol=1e-12)
-    assert torch.allclose(mean_gradient("k3_k2grad"), exact, atol=1e-12)
-    assert torch.allclose(mean_gradient("k3_rho"), exact, atol=1e-12)
-    assert not torch.allclose(mean_gradient("k3"), exact, atol=1e-2)
-    assert torch.allclose(mean_gradient("k1"), torch.zeros(3, dtype=torch.float64), atol=1e-12)
+
+    def gradient(divergence: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(divergence.sum(), logits, retain_graph=True)[0]
+
+    exact = gradient(log_p.exp() * (log_p - Q.log()))
+    mean = {name: gradient(P * kl_divergence(log_p, Q.log(), name)) for name in KL_ESTIMATORS}  # over tokens of P
+    for name in ("k2", "k3_k2grad", "k3_rho"):
+        assert torch.allclose(mean[name], exact, atol=1e-12)
+    assert not torch.allclose(mean["k3"], exact, atol=1e-2)
+    assert torch.allclose(mean["k1"], torch.zeros(3, dtype=torch.float64), atol=1e-12)
 
 
 def test_only_the_weighted_estimator_is_unbiased_for_tokens_that_another_policy_drew() -> None:
@@ -73,5 +65,5 @@ def test_a_completions_divergence_is_the_sum_over_its_tokens() -> None:
 
 
 def test_an_unknown_estimator_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="no KL estimator 'k3_k2grda'; did you mean k3_k2grad"):
+    with pytest.raises(ValueError, match=r"k3_k2grad$"):
         kl_divergence(P, Q, "k3_k2grda")

@@ -27,11 +27,6 @@ def test_the_penalty_falls_on_a_straight_line_over_the_last_tokens() -> None:
     assert soft_overlong_penalty(lengths, 10, 4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
 
 
-def test_the_figures_of_the_paper() -> None:
-    values = soft_overlong_penalty(torch.tensor([16384, 18432, 20480, 20481]), 20480, 4096)
-    assert values.tolist() == [0.0, -0.5, -1.0, -1.0]
-
-
 def test_the_penalty_is_part_of_the_reward_and_of_nothing_else(batch: Batch) -> None:
     rows = concat_rows(
         [

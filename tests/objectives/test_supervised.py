@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +23,14 @@ def draw(seed: int) -> tuple[Table, Batch]:
     return x, Batch(x, [[1.0] * 4] * 3, mask, x, ref)
 
 
+def double(values: Table) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def tensors(x: Table, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     mask = torch.tensor(batch.mask)
-    log_probs = torch.tensor(x, dtype=torch.float64).masked_fill(~mask, math.nan).requires_grad_()
-    return log_probs, torch.tensor(batch.ref, dtype=torch.float64).masked_fill(~mask, -math.inf), mask
+    log_probs = double(x).masked_fill(~mask, math.nan).requires_grad_()
+    return log_probs, double(batch.ref).masked_fill(~mask, -math.inf), mask
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -49,10 +52,8 @@ def test_sft_is_minus_the_log_likelihood_plus_the_divergence(aggregation: str) -
             assert loss.item() == pytest.approx(slow.loss(choice, x, x, batch), abs=1e-9)
             assert metrics["kl_to_ref"].item() == pytest.approx(slow.metrics(choice, x, batch)["kl_to_ref"], abs=1e-9)
             assert (metrics["loss_sft"] + metrics["loss_kl_to_ref"]).item() == pytest.approx(loss.item())
-            for row, expected in zip(
-                torch.autograd.grad(loss, log_probs)[0].tolist(), slow.gradient(choice, x, batch), strict=True
-            ):
-                assert row == pytest.approx(expected, abs=1e-6)
+            (gradient,) = torch.autograd.grad(loss, log_probs)
+            torch.testing.assert_close(gradient, double(slow.gradient(choice, x, batch)), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("by_length", [True, False])
@@ -65,13 +66,8 @@ def test_minor_sft_agrees_with_loops(aggregation: str, by_length: bool) -> None:
         loss, _ = minor_sft_loss(log_probs, ref, mask, beta=0.7, normalise_by_length=by_length, aggregation=aggregation)
         assert loss.item() == pytest.approx(slow.minor_sft_loss(x, batch, 0.7, by_length, choice), abs=1e-9)
         (gradient,) = torch.autograd.grad(loss, log_probs)
-        for row in range(3):
-            for t in range(4):
-                moved = [[list(r) for r in x] for _ in range(2)]
-                moved[0][row][t] += 1e-5
-                moved[1][row][t] -= 1e-5
-                up, down = (slow.minor_sft_loss(at, batch, 0.7, by_length, choice) for at in moved)
-                assert gradient[row, t].item() == pytest.approx((up - down) / 2e-5, abs=1e-6)
+        slopes = slow.slopes(lambda at: slow.minor_sft_loss(at, batch, 0.7, by_length, choice), x, batch)  # noqa: B023
+        torch.testing.assert_close(gradient, double(slopes), atol=1e-9, rtol=0)
 
 
 def test_minor_sft_of_a_difference_of_one() -> None:
@@ -100,14 +96,6 @@ def test_a_sum_over_each_demonstration_is_a_constant_length_of_one() -> None:
     assert loss.item() == pytest.approx((3 + 4) / 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"kl_coef": 0.1}, "kl_coef=0.1 needs ref_log_probs"),
-        ({"aggregation": "sequence"}, "no aggregation 'sequence'"),
-    ],
-)
-def test_a_mistake_is_told_in_one_line(given: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"mask": torch.ones(2, 2, dtype=torch.bool), **given}
-    with pytest.raises(ValueError, match=message):
-        sft_loss(torch.ones(2, 2), **arguments)
+def test_a_divergence_needs_the_log_probs_of_a_reference() -> None:
+    with pytest.raises(ValueError, match="kl_coef"):
+        sft_loss(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), kl_coef=0.1)
