@@ -118,14 +118,6 @@ def test_sampled_log_probs_are_those_of_the_whole_sequences(kind: str, tiny_toke
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected.detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_completion_is_the_same_alone_and_beside_others_in_a_hybrid(tiny_tokenizer: Any) -> None:
-    policy = TransformersWrapper(family("lfm2"), tiny_tokenizer)
-    requests = [Request([9, 8, 7], 6, 1), Request([9, 8, 7], 3, 2), Request([5, 6], 6, 3)]
-    together = policy.generate(requests, SamplingSettings())
-    alone = [policy.generate([request], SamplingSettings())[0] for request in requests]
-    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-
-
 @pytest.mark.parametrize("kind", ["lfm2", "gemma2"])
 def test_the_gradient_read_plainly_is_the_same_however_a_minibatch_is_split(kind: str) -> None:
     model = family(kind)

@@ -8,11 +8,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlpost.errors import ConfigError
 from rlpost.model import logprobs as logprobs_module
 from rlpost.model.logprobs import chunked_log_probs, token_log_probs
+from rlpost.model.lora import add_adapter
 from rlpost.model.packing import Row, pack
-from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.settings import Aggregation, GRPOLossSettings
+from rlpost.model.precision import autocast
+from rlpost.model.trainable import recompute_activations
+from rlpost.settings import Autocast, LoRASettings
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 ARCHITECTURES = {
@@ -103,40 +106,14 @@ def test_the_chunked_gradient_is_that_of_full_logits(
     leaves = [hidden, *head.parameters()]
 
     def gradients(log_probs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
-        total = torch.zeros((), dtype=torch.float64)
-        if of_log_prob:
-            total = total + of_log_prob * (weights[0] * log_probs).sum()
-        if of_entropy:
-            total = total + of_entropy * (weights[1] * entropy).sum()
-        return list(torch.autograd.grad(total, leaves))
+        each = ((of_log_prob, weights[0], log_probs), (of_entropy, weights[1], entropy))
+        total = torch.stack([coef * (weight * values).sum() for coef, weight, values in each if coef])
+        return list(torch.autograd.grad(total.sum(), leaves))
 
     log_p = (head(hidden) / 0.7).log_softmax(-1)
     expected = gradients(log_p.gather(-1, target[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1))
     for own, reference in zip(gradients(*chunked_log_probs(hidden, head, target, 0.7)), expected, strict=True):
         torch.testing.assert_close(own, reference, atol=1e-12, rtol=1e-12)
-
-
-def gradient(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> torch.Tensor:
-    model.zero_grad()
-    settings = GRPOLossSettings(aggregation=Aggregation.token_mean, kl_coef=0.1)
-    objective = PolicyObjective(settings, temperature=0.9, max_completion_tokens=32)
-    normaliser = objective.normaliser(rows)
-    for microbatch in pack(rows, budget, torch.device("cpu")):
-        objective(model, microbatch, normaliser).loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def test_the_gradient_is_the_same_however_a_minibatch_is_split() -> None:
-    model = small_model("llama", torch.float32)
-    rows = random_rows([(7, [3, 9, 1, 6]), (4, [5, 5]), (4, [5, 4]), (11, [2, 8])])
-    for row in rows:
-        row.ref_log_probs = torch.full((row.response.numel(),), -4.0)
-    whole = gradient(model, rows, 10_000)
-    for budget in (1, 14, 25, 40):
-        split = gradient(model, rows, budget)
-        assert (split - whole).norm() / whole.norm() < 1e-4, budget
-    backwards = gradient(model, rows[::-1], 30)
-    assert (backwards - whole).norm() / whole.norm() < 1e-4
 
 
 def test_microbatches_keep_to_their_budget_and_share_prompts() -> None:
@@ -174,3 +151,51 @@ def test_what_fills_a_row_up_has_no_gradient() -> None:
     assert states.grad is not None
     assert states.grad[:, :12].any()
     assert not states.grad[:, 12:].any()
+
+
+# Activation checkpointing
+
+
+def read(model: PreTrainedModel) -> torch.Tensor:
+    [microbatch] = pack(random_rows(DIFFERENT), 10_000, torch.device("cpu"))
+    return token_log_probs(model, microbatch, 0.7)[0]
+
+
+@pytest.mark.parametrize("kind", [Autocast.none, Autocast.bfloat16])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_gradient_is_bitwise_the_same_where_activations_are_recomputed(lora: bool, kind: Autocast) -> None:
+    model = small_model("llama", torch.float32)
+    if lora:
+        pytest.importorskip("peft")
+        add_adapter(model, LoRASettings(enabled=True, rank=4), "")
+
+    def gradient() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        with autocast(kind, model.device):
+            read(model).sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    whole = gradient()
+    recompute_activations(model)
+    again = gradient()
+    assert set(again) == set(whole)
+    assert all(torch.equal(again[name], grad) for name, grad in whole.items())
+    assert not any(module.training for module in model.modules())  # dropout stays off
+
+
+def test_layers_run_twice_with_gradients_and_once_without() -> None:
+    model = small_model("llama")
+    recompute_activations(model)
+    runs = []
+    mlp = model.get_submodule("model.layers.0.mlp")
+    mlp.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    with torch.no_grad():
+        read(model)
+    assert runs == [False]
+    read(model).sum().backward()
+    assert runs == [False, True, True]
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear"):
+        recompute_activations(torch.nn.Linear(2, 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.imports import is_installed
-from rlpost.model.load import load_model, save_model
+from rlpost.model.load import load_model
 from rlpost.model.locate import locate_merged, locate_model
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import (
@@ -29,7 +28,6 @@ from rlpost.model.lora import (
 )
 from rlpost.model.packing import Row, pack
 from rlpost.model.tokenizer import load_tokenizer
-from rlpost.model.weights import is_adapted
 from rlpost.settings import LoRAInit, LoRASettings, ModelSettings
 from tests.model_families import tiny_model
 from tests.says import Says
@@ -62,9 +60,14 @@ def contents(model: torch.nn.Module) -> dict[str, bytes]:
     return {name: tensor.contiguous().numpy().tobytes() for name, tensor in model.state_dict().items()}
 
 
+def trained_by(model: torch.nn.Module) -> dict[str, int]:
+    """The parameters that take a gradient, and their sizes."""
+    return {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+
+
 def test_only_the_adapter_takes_gradients(tiny_folder: Path) -> None:
     model = adapted(tiny_folder)
-    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    trained = trained_by(model)
     assert len(trained) == 2 * 2 * len(LAYERS)  # A and B, in two blocks
     assert all(".lora_A." in name or ".lora_B." in name for name in trained)
     # rank 4 on 64 -> 64 (q, o), 64 -> 32 (k, v), 64 -> 128 (gate, up) and 128 -> 64 (down), twice
@@ -89,38 +92,6 @@ def test_the_forward_is_that_of_the_formula(tiny_folder: Path, use_rslora: bool,
     assert torch.allclose(layer(x), expected, atol=1e-5)
 
 
-def test_with_the_adapter_off_the_model_is_the_one_it_was(tiny_folder: Path) -> None:
-    plain = logits(load_model(tiny_folder, ModelSettings(path="")))
-    model = adapted(tiny_folder)
-    on = logits(model)
-    assert not torch.allclose(on, plain)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    with adapter_off(model) as reference:
-        assert torch.equal(logits(reference), plain)
-    assert torch.equal(logits(model), on)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
-    with pytest.raises(ZeroDivisionError), adapter_off(model):
-        raise ZeroDivisionError
-    assert torch.equal(logits(model), on)
-
-
-def test_merged_weights_have_a_plain_checkpoints_names_and_leave_the_model_bit_identical(tiny_folder: Path) -> None:
-    plain = load_model(tiny_folder, ModelSettings(path=""))
-    model = adapted(tiny_folder)
-    before = contents(model)
-    merged = MergedWeights(model)
-    assert isinstance(merged, Mapping)
-    assert set(merged) == set(plain.state_dict())
-    assert len(merged) == len(plain.state_dict())
-    assert all(merged[name].shape == tensor.shape for name, tensor in plain.state_dict().items())
-    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
-    assert contents(model) == before
-    layer: Any = model.model.layers[0].self_attn.k_proj
-    a, b = (layer.get_parameter(f"lora_{f}.default.weight").double() for f in "AB")
-    expected = layer.base_layer.weight.double() + 2.0 * b @ a
-    assert torch.allclose(merged["model.layers.0.self_attn.k_proj.weight"].double(), expected, atol=1e-7)
-
-
 VARIANTS = [{}, {"use_rslora": True}, {"use_dora": True}]
 VARIANTS += [{"init_lora_weights": init} for init in (LoRAInit.gaussian, LoRAInit.orthogonal)]
 
@@ -132,8 +103,14 @@ def test_every_kind_of_adapter_begins_as_nothing_and_is_merged_and_saved_as_peft
     plain = load_model(tiny_folder, ModelSettings(path=""))
     assert torch.allclose(logits(adapted(tiny_folder, changed=False, **settings)), logits(plain), atol=1e-5)
     model = adapted(tiny_folder, **settings)
+    before, on, trained = contents(model), logits(model), trained_by(model)
+    assert not torch.allclose(on, logits(plain))
     with adapter_off(model) as reference:
         assert torch.equal(logits(reference), logits(plain))
+    with pytest.raises(ZeroDivisionError), adapter_off(model):
+        raise ZeroDivisionError
+    assert torch.equal(logits(model), on)
+    assert trained_by(model) == trained
     save_adapter(model, tmp_path)
     other = adapted(tiny_folder, changed=False, **settings)
     assert contents(other) != contents(model)
@@ -142,6 +119,7 @@ def test_every_kind_of_adapter_begins_as_nothing_and_is_merged_and_saved_as_peft
     with_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_folder), str(tmp_path))
     assert torch.allclose(logits(with_peft), logits(model), atol=1e-5)
     plain.load_state_dict(dict(MergedWeights(model)))
+    assert contents(model) == before
     assert torch.allclose(logits(plain), logits(model), atol=1e-4)
 
 
@@ -199,17 +177,6 @@ def test_target_modules_are_looked_up_in_the_model(tiny_folder: Path) -> None:
         adapted(tiny_folder, target_modules=["qproj"])
     with pytest.raises(ConfigError, match=r"lm_head.* down_proj"):
         adapted(tiny_folder, target_modules=["lm_head"])
-
-
-def test_an_export_is_a_plain_folder_with_the_adapter_merged(tiny_folder: Path, tmp_path: Path) -> None:
-    model = adapted(tiny_folder)
-    before = contents(model)
-    save_model(model, load_tokenizer(tiny_folder), tmp_path)
-    assert contents(model) == before
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not is_adapted(plain)
-    assert set(plain.state_dict()) == set(load_model(tiny_folder, ModelSettings(path="")).state_dict())
-    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
 
 
 def test_an_adapters_folder_stands_for_its_model_with_the_adapter_merged(tiny_folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.data.chat import stop_ids
@@ -30,30 +30,16 @@ from rlpost.policies.transformers import TransformersWrapper
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import ModelSettings, SamplingSettings, VLLMSettings
 from tests.export.checkpoints import byte_level
+from tests.model_families import tiny_model
 from tests.trainings import train_in
 
 TEXT = " the cat sat:  what is 17 + 2512?\n\nit's for the mat"
-# hidden size, heads x head size, head size, vocabulary and tokenizer all differ
-SHAPE = {
-    "hidden_size": 160,
-    "intermediate_size": 224,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-    "num_key_value_heads": 2,
-    "vocab_size": 333,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-}
 
 
 def folder_of(folder: Path, tokenizer: Any, kind: str = "llama", **config: Any) -> Path:
-    """A random model of family `kind` in `folder`, with `tokenizer`."""
-    settings = {**SHAPE, "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True, **config}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
-    model.save_pretrained(folder)
+    """A random model of family `kind` in `folder`, with `tokenizer`; it has an embedding more than that has ids."""
+    own = {"vocab_size": 333, "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True}
+    tiny_model(kind, **own, **config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -148,7 +134,7 @@ def base_model(folder: Path) -> Path:
     byte_level().save_pretrained(source)
     tokenizer = open_tokenizer(source)
     tokenizer.eos_token = tokenizer.pad_token = "<|endoftext|>"
-    return folder_of(folder, tokenizer, "llama", eos_token_id=tokenizer.eos_token_id)
+    return folder_of(folder, tokenizer)
 
 
 def answering(folder: Path, answers: dict[int, int]) -> Any:
