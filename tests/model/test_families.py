@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -29,6 +26,7 @@ from rlpost.model.weights import NamedAsSaved, SavedWeights
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.settings import GRPOLossSettings, SamplingSettings
+from tests.model.test_logprobs import random_rows
 from tests.says import Says
 
 # each is right packed and known to be
@@ -47,21 +45,13 @@ def family(kind: str) -> PreTrainedModel:
     return tiny_model(kind)
 
 
-def random_rows() -> list[Row]:
+def group_rows() -> list[Row]:
     """Three completions of one prompt and two of another, longer than every window of the families."""
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for prompt_length, lengths in ((9, (3, 12, 7)), (4, (8, 8))):
-        prompt = torch.randint(0, WORDS, (prompt_length,), generator=generator)
-        for length in lengths:
-            response = torch.randint(0, WORDS, (length,), generator=generator)
-            sampled = torch.rand(length, generator=generator) < 0.8
-            rows.append(Row(prompt, response, sampled, torch.zeros(length), 1.0 - length / 8))
-    return rows
+    return random_rows([(9, [3, 12, 7]), (4, [8, 8])])
 
 
 def check_against_its_own_forward(model: PreTrainedModel) -> None:
-    rows = random_rows()
+    rows = group_rows()
     read = [token_log_probs(model, part, 0.8) for part in microbatches_of(model, rows, 10_000, model.device)]
     expected = [own_log_probs(model, row, 0.8) for row in rows]
     for values, own in zip(zip(*read, strict=True), zip(*expected, strict=True), strict=True):
@@ -121,7 +111,7 @@ def test_sampled_log_probs_are_those_of_the_whole_sequences(kind: str, tiny_toke
 @pytest.mark.parametrize("kind", ["lfm2", "gemma2"])
 def test_the_gradient_read_plainly_is_the_same_however_a_minibatch_is_split(kind: str) -> None:
     model = family(kind)
-    rows = random_rows()
+    rows = group_rows()
     objective = PolicyObjective(GRPOLossSettings(entropy_coef=0.1), temperature=0.8, max_completion_tokens=16)
 
     def gradient(budget: int) -> torch.Tensor:
@@ -139,7 +129,7 @@ def test_the_gradient_read_plainly_is_the_same_however_a_minibatch_is_split(kind
 def test_a_prompt_counts_as_often_as_it_is_read() -> None:
     """9 + 3 + 12 + 7 and 4 + 8 + 8 tokens with prompts shared."""
     for kind, expected in (("llama", 51), ("lfm2", 73)):
-        [whole] = microbatches_of(family(kind), random_rows(), 1000, torch.device("cpu"))
+        [whole] = microbatches_of(family(kind), group_rows(), 1000, torch.device("cpu"))
         assert whole.num_packed == expected
 
 
@@ -151,7 +141,7 @@ def test_logits_exist_for_a_few_tokens_at_once_also_in_the_model_s_own_head(monk
     head = model.get_output_embeddings()
     assert head is not None
     head.register_forward_hook(lambda _m, _i, out: sizes.append(out.shape[-2]))
-    [microbatch] = pack(random_rows(), 1000, model.device)
+    [microbatch] = pack(group_rows(), 1000, model.device)
     token_log_probs(model, microbatch, 1.0)[0].sum().backward()
     assert max(sizes) == 5
     assert sum(sizes) == 2 * microbatch.target.numel()  # forward, and again backward
@@ -193,7 +183,7 @@ def test_a_model_that_reads_later_tokens_is_refused(says: Says) -> None:
     config = AutoConfig.for_model("bert", vocab_size=WORDS, hidden_size=64, intermediate_size=96, is_decoder=False)
     config.num_hidden_layers, config.num_attention_heads = 2, 2
     model: Any = AutoModelForCausalLM.from_config(config).eval()
-    [microbatch] = pack(random_rows(), 1000, torch.device("cpu"))
+    [microbatch] = pack(group_rows(), 1000, torch.device("cpu"))
     with says.refused("model", ConfigError, "BertLMHeadModel"):
         token_log_probs(model, microbatch, 1.0)
 
@@ -222,43 +212,11 @@ def test_the_copy_of_a_large_model_is_small_and_has_a_layer_of_every_kind(name: 
     assert (len({family_probe.layer_kind(layer) for layer in layers}), len(layers)) == expected
 
 
-# a process of its own, since what it held most has to be its own; ru_maxrss begins with what its parent held
-PROBED = """
-import json, re, time
-from pathlib import Path
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-
-def most_held():
-    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-
-
-from rlpost.model.logprobs import READERS, examine
-
-imported = most_held()
-with torch.device("meta"):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next"))
-began = time.process_time()
-verdict = examine(model)
-seconds = time.process_time() - began
-size = sum(parameter.numel() for parameter in model.parameters())
-print(json.dumps({"size": size, "seconds": seconds, "bytes": most_held() - imported, "reading": verdict.reading}))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
-def test_a_model_of_eighty_billion_is_tried_in_seconds_and_in_half_a_gigabyte(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROBED], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["size"] > 79e9
-    assert found["reading"].startswith("alone")  # of a linear and a full layer
-    assert found["seconds"] < 10
-    assert found["bytes"] < 0.5e9
-    assert len(list((tmp_path / "rlpost" / "families").iterdir())) == 1  # it was not there before
+def test_a_model_of_eighty_billion_is_tried_without_its_weights() -> None:
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next"))
+    assert sum(parameter.numel() for parameter in model.parameters()) > 79e9
+    assert examine(model).reading.startswith("alone")  # of a linear and a full layer
 
 
 def test_a_kept_verdict_ends_with_any_file_that_reads_or_attends() -> None:

@@ -16,6 +16,7 @@ from rlpost.model.packing import Row, pack
 from rlpost.model.precision import autocast
 from rlpost.model.trainable import recompute_activations
 from rlpost.settings import Autocast, LoRASettings
+from tests.model_families import own_log_probs
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 ARCHITECTURES = {
@@ -49,14 +50,6 @@ def random_rows(sizes: Sequence[tuple[int, Sequence[int]]]) -> list[Row]:
     return rows
 
 
-def alone(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of one row's sampled tokens by the plain forward of its whole sequence."""
-    logits = model(torch.cat([row.prompt, row.response])[None]).logits[0] / temperature
-    log_probs = logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
-    chosen = log_probs.gather(-1, row.response[:, None]).squeeze(-1)
-    return chosen[row.sampled], -(log_probs.exp() * log_probs).sum(-1)[row.sampled]
-
-
 DIFFERENT = [(7, [3, 9, 1]), (4, [5]), (11, [2, 8])]
 ALIKE = [(4, [3, 2]), (4, [2, 2]), (4, [1, 3]), (4, [2, 3, 1]), (4, [3, 1, 2]), (6, [2, 2])]
 
@@ -72,7 +65,7 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
     [microbatch] = pack(rows, 10_000, torch.device("cpu"))
     with torch.no_grad():
         log_probs, entropy = token_log_probs(model, microbatch, temperature)
-        expected = [alone(model, row, temperature) for row in rows]
+        expected = [own_log_probs(model, row, temperature) for row in rows]
     torch.testing.assert_close(log_probs, torch.cat([e[0] for e in expected]), atol=3e-6, rtol=0, check_dtype=False)
     torch.testing.assert_close(entropy, torch.cat([e[1] for e in expected]), atol=3e-5, rtol=0, check_dtype=False)
 

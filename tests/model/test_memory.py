@@ -41,11 +41,6 @@ def process(code: str) -> Iterator[int]:
         running.kill()
 
 
-def held() -> int:
-    """Bytes of this process's own memory."""
-    return smaps_rollup(os.getpid())["Pss_Anon"]
-
-
 def test_the_allocator_takes_the_settings_where_it_is_glibc() -> None:
     assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
 
@@ -63,8 +58,7 @@ def test_the_peak_counts_a_process_below_this_one_and_stays_when_it_has_ended() 
 
 
 @linux_only
-def test_what_is_held_between_two_steps_is_seen_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "LOOK_EVERY", 0.01)
+def test_what_is_held_between_two_steps_is_seen_by_the_thread() -> None:
     watch = MemoryWatch()
     before = watch.look()
     watch.start()

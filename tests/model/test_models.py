@@ -12,19 +12,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.chat import load_policy
 from rlpost.config.compose import compose
 from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.estimate.shape import HUB_MODELS
-from rlpost.model import locate, sharding
+from rlpost.model import locate
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.model.device import pick_device
 from rlpost.model.load import describe, load_model
 from rlpost.model.locate import locate_model
-from rlpost.model.sharding import ShardingPlan
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.settings import DType, ModelSettings
@@ -224,28 +222,3 @@ def test_a_large_file_is_read_for_nan_once(tmp_path: Path, tiny_folder: Path, mo
     os.utime(folder / "model.safetensors", ns=(1, 1))
     locate_model(str(folder))
     assert len(read) == 2
-
-
-def test_seven_billion_weights_are_divided_before_any_has_memory(
-    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HUB_MODELS["Qwen/Qwen2.5-7B-Instruct"].config))
-    asked: dict[str, Any] = {}
-
-    def shard(model: Any, plan: ShardingPlan) -> None:
-        asked["weights"] = {p.device.type for p in model.parameters()}
-        asked["buffers"] = {buffer.device.type for buffer in model.buffers()}
-
-    def shapes(folder: Path) -> dict[str, torch.Size]:
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        return {name: p.shape for name, p in whole.named_parameters()}
-
-    monkeypatch.setattr(sharding, "shard", shard)
-    monkeypatch.setattr(sharding, "trainable_verdict", lambda model: None)
-    monkeypatch.setattr(sharding, "_shapes", shapes)
-    monkeypatch.setattr(sharding, "_read_shards", lambda tensors, folder: asked.update(read=set(tensors)))
-    model: Any = sharding.load_sharded(tmp_path, torch.float32, torch.device("meta"), ShardingPlan())
-    assert (asked["weights"], asked["buffers"]) == ({"meta"}, {"cpu"})
-    assert asked["read"] == shapes(tmp_path).keys()
-    assert sum(p.numel() for p in model.parameters()) == 7_615_616_512

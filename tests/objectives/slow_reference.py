@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass
 class Choice:
-    """What a loss is made of; coefficients are those of the variant."""
+    """What a loss is made of, as `policy_loss` is given it; coefficients are those of the variant."""
 
     variant: str
     aggregation: str
@@ -41,9 +41,9 @@ class Choice:
     kl_estimator: str = "k3"
     kl_coef: float = 0.0
     sampler_kl_coef: float = 0.0
-    correction: str = "none"
-    low: float = 0.0
-    high: float = 0.0
+    sampler_correction: str = "none"
+    sampler_ratio_low: float | None = None
+    sampler_ratio_high: float | None = None
     off_policy_mask: float | None = None
     normaliser: float | None = None
 
@@ -152,23 +152,26 @@ def kl_term(estimator: str, x: Any, frozen: float, other: float, old: float) -> 
 
 def sampler_weight(choice: Choice, batch: Batch, row: int, t: int) -> tuple[float, bool]:
     """w = π_old/µ of a token after the correction, and whether a bound changed it."""
-    kind, _, level = choice.correction.partition("_")
+    kind, _, level = choice.sampler_correction.partition("_")
+    low, high = choice.sampler_ratio_low, choice.sampler_ratio_high
     if kind == "none":
         return 1.0, False
+    assert low is not None
+    assert high is not None
     if kind == "geo":
         mean = exp(
             sum(batch.old[row][s] - batch.sampler[row][s] for s in trained(batch, row)) / len(trained(batch, row))
         )
-        own = exp(batch.old[row][t] - batch.sampler[row][t]) if choice.correction == "geo_mask_tis" else 1.0
-        inside = choice.low <= mean <= choice.high
+        own = exp(batch.old[row][t] - batch.sampler[row][t]) if choice.sampler_correction == "geo_mask_tis" else 1.0
+        inside = low <= mean <= high
         return (min(own, 2.0) if inside else 0.0), not inside or own > 2.0
     tokens = trained(batch, row) if level == "sequence" else [t]
     weight = 1.0
     for s in tokens:
         weight *= exp(batch.old[row][s]) / exp(batch.sampler[row][s])
     if kind == "tis":
-        return min(weight, choice.high), weight > choice.high
-    inside = choice.low <= weight <= choice.high
+        return min(weight, high), weight > high
+    inside = low <= weight <= high
     return (weight if inside else 0.0), not inside
 
 

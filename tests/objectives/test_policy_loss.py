@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 from typing import Any
 
@@ -103,22 +103,9 @@ def tensors(x: Table, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def keywords(choice: Choice) -> dict[str, Any]:
-    bounds: dict[str, float] = {}
-    if choice.correction != "none":
-        bounds["sampler_ratio_high"] = choice.high
-    if choice.correction.startswith(("mis", "icepop", "geo")):
-        bounds["sampler_ratio_low"] = choice.low
-    return {
-        "aggregation": choice.aggregation,
-        "normaliser": choice.normaliser,
-        "kl_coef": choice.kl_coef,
-        "kl_estimator": choice.kl_estimator,
-        "sampler_kl_coef": choice.sampler_kl_coef,
-        "sampler_correction": choice.correction,
-        "off_policy_mask": choice.off_policy_mask,
-        **bounds,
-        **choice.coefficients,
-    }
+    given = asdict(choice)
+    del given["variant"]
+    return given.pop("coefficients") | given
 
 
 def assert_as_slow(choice: Choice, x: Table, batch: Batch) -> None:
@@ -149,10 +136,8 @@ def test_value_gradient_and_metrics_for_every_kl_choice(variant: str, aggregatio
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_value_gradient_and_metrics_for_every_sampler_correction(variant: str, aggregation: str) -> None:
     for correction, (low, high) in RATIO_BOUNDS.items():
-        choice = Choice(
-            variant, aggregation, COEFFICIENTS[variant], kl_coef=0.1, correction=correction, low=low, high=high
-        )
-        choice.normaliser = 7.5
+        choice = Choice(variant, aggregation, COEFFICIENTS[variant], kl_coef=0.1, normaliser=7.5)
+        choice.sampler_correction, choice.sampler_ratio_low, choice.sampler_ratio_high = correction, low, high
         for x, batch in cases(SEEDS):
             assert_as_slow(choice, x, batch)
 
@@ -176,7 +161,8 @@ def test_every_correction_is_in_the_proof() -> None:
 
 def test_the_batches_of_the_proof_reach_every_branch() -> None:
     for variant, coefficients in COEFFICIENTS.items():
-        choice = Choice(variant, "token_mean", coefficients, correction="icepop", low=0.85, high=1.15)
+        choice = Choice(variant, "token_mean", coefficients, sampler_correction="icepop")
+        choice.sampler_ratio_low, choice.sampler_ratio_high = RATIO_BOUNDS["icepop"]
         seen = [slow.metrics(choice, x, batch) for x, batch in cases(SEEDS)]
         cuts = ["sampler_cut_fraction"] + ([] if variant in NEVER_CLIP else ["clip_fraction_low", "clip_fraction_high"])
         for name in cuts:
@@ -277,7 +263,8 @@ def test_lengths_one_and_three_by_hand() -> None:
 def test_shares_of_a_split_batch_add_up(variant: str) -> None:
     averaging = ("aggregation", "normaliser", "kl_coef", "sampler_kl_coef")  # policy_terms has not averaged yet
     choice = Choice(variant, VARIANTS[variant].aggregation, COEFFICIENTS[variant], kl_coef=0.1, normaliser=9.0)
-    choice.correction, choice.low, choice.high = "mis_sequence", 0.7, 1.4
+    choice.sampler_correction = "mis_sequence"
+    choice.sampler_ratio_low, choice.sampler_ratio_high = RATIO_BOUNDS["mis_sequence"]
     for x, batch in cases(2):
         log_probs, given = tensors(x, batch)
         whole, metrics = policy_loss(variant, log_probs, **given, **keywords(choice))
