@@ -195,7 +195,7 @@ def balance(driver: GroupDriver) -> int:
     return int(counts["groups/issued"] - sum(counts[f"groups/{name}"] for name in ended))
 
 
-def test_a_step_more_begins_while_the_trainer_waits_than_while_it_trains() -> None:
+def test_a_step_more_begins_while_the_trainer_waits() -> None:
     driver = driven(depth=1)
     assert taken(driver, 0, 1) == [0, 1]
     assert under_way(driver) == [2, 3]  # one step ahead
@@ -228,7 +228,7 @@ def test_a_group_that_is_turned_down_gives_its_place_back_at_once() -> None:
     assert (driver.counts()["groups/turned_down"], balance(driver)) == (2.0, 0)
 
 
-def test_a_straggler_that_would_be_too_old_is_cancelled_and_begun_again_first() -> None:
+def test_a_straggler_that_would_be_too_old_is_begun_again() -> None:
     driver = driven(depth=1, lag=1, wait_for_groups=False)
     assert taken(driver, 1, 2) == [1, 2]
     assert under_way(driver) == [0, 3]
@@ -319,7 +319,7 @@ def test_a_process_that_dies_is_replaced_and_plays_what_the_other_had() -> None:
     assert (driver.counts()["collector/restarts"], balance(driver)) == (1.0, 0)
 
 
-def test_a_process_that_dies_at_a_push_is_replaced_by_one_with_the_new_weights() -> None:
+def test_the_successor_of_one_that_dies_at_a_push_has_its_weights() -> None:
     driver = driven(depth=1)
     assert taken(driver, 0, 1) == [0, 1]
     remote(driver).dies_at = ["push"]

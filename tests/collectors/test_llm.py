@@ -69,7 +69,7 @@ def test_a_conversation_goes_on_in_the_next_batch_unless_reset() -> None:
     ]
 
 
-def test_the_policy_reads_all_that_was_said_and_its_replies_alone_are_masked() -> None:
+def test_the_policy_reads_everything_and_its_replies_are_masked() -> None:
     rows = [{"question": "q", "turns": 3}]
     batch = next_of(make(talk(1, rows=rows), policy=scripted("yes"), dialog_turns_per_batch=3, flatten_data=True))
     first, second, third = (ids.tolist() for ids in batch["tokens", "full"].unbind())
@@ -98,7 +98,7 @@ def test_a_model_samples_whole_rounds_up_to_the_total(tiny_folder: Path) -> None
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["going on", "reset"])
-def test_whole_trajectories_come_one_after_the_other_and_a_surplus_waits(reset: bool) -> None:
+def test_whole_trajectories_come_in_order_and_a_surplus_waits(reset: bool) -> None:
     """Done in round 1: q0; 2: none; 3: q2 and q1; 4: q3 and q4; a reset abandons none that is complete."""
     collector = make(talk(), dialog_turns_per_batch=2, yield_completed_trajectories=True, reset_at_each_iter=reset)
     assert [told(next_of(collector)) for _ in range(4)] == [

@@ -86,7 +86,7 @@ def test_the_next_batch_after_a_round_trip_through_json_is_the_same(mode: dict[s
     assert [observed(b) for b in resumed if b is not None] == expected
 
 
-def test_a_state_of_another_size_is_refused_while_conversations_are_under_way() -> None:
+def test_a_state_of_another_size_is_refused() -> None:
     small = make(talk(2), dialog_turns_per_batch=2, flatten_data=True)
     next_of(small)  # q1 is under way
     with pytest.raises(CheckpointError, match=r"2 conversations .* 3"):
@@ -119,7 +119,7 @@ def test_numbers_and_order_after_a_seed_survive_a_checkpoint() -> None:
     assert resumed.policy.seed == 3
 
 
-def test_a_second_collector_of_a_buffer_is_refused_until_the_first_is_shut_down() -> None:
+def test_a_buffer_has_one_collector_at_a_time() -> None:
     options: dict[str, Any] = {"dialog_turns_per_batch": 2, "replay_buffer": ReplayBuffer(group_size=2)}
     first = make(talk(rows=ONE_TURN), **options)
     with pytest.raises(RuntimeError, match="another collector"):

@@ -48,9 +48,6 @@ def counter() -> Any:
                 raise DataError("row 3 is empty: remove it")
             raise type("Odd", (Exception,), {"lock": threading.Lock()})("cannot be sent")
 
-        def say(self, words: str) -> None:
-            self.host.tell("said", words)
-
         def on_main(self) -> Future[bool]:
             return self.host.in_main_thread(lambda: threading.current_thread() is threading.main_thread())
 
@@ -99,7 +96,7 @@ def test_a_call_has_a_deadline_that_names_it(shared: WorkerProcess) -> None:
     shared.call("come")
 
 
-def test_its_death_is_named_wakes_whoever_waits_and_takes_what_it_started_along() -> None:
+def test_a_death_is_named_wakes_who_waits_and_leaves_nothing() -> None:
     died = Event()
     worker = WorkerProcess(counter, name="the player", on_death=died.set).start()
     child = worker.call("child")

@@ -109,7 +109,7 @@ def test_sampled_log_probs_are_those_of_the_whole_sequences(kind: str, tiny_toke
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "gemma2"])
-def test_the_gradient_read_plainly_is_the_same_however_a_minibatch_is_split(kind: str) -> None:
+def test_a_split_does_not_change_a_gradient_read_plainly(kind: str) -> None:
     model = family(kind)
     rows = group_rows()
     objective = PolicyObjective(GRPOLossSettings(entropy_coef=0.1), temperature=0.8, max_completion_tokens=16)
@@ -133,7 +133,7 @@ def test_a_prompt_counts_as_often_as_it_is_read() -> None:
         assert whole.num_packed == expected
 
 
-def test_logits_exist_for_a_few_tokens_at_once_also_in_the_model_s_own_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_own_head_gives_few_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.model.logprobs.CHUNK", 5)
     model = tiny_model("lfm2")
     verdict_of(model)
@@ -202,7 +202,7 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_copy_of_a_large_model_is_small_and_has_a_layer_of_every_kind(name: str) -> None:
+def test_a_copy_is_small_and_has_a_layer_of_every_kind(name: str) -> None:
     kind, sizes, expected = REAL[name]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))

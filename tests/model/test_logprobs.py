@@ -156,7 +156,7 @@ def read(model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", [Autocast.none, Autocast.bfloat16])
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_gradient_is_bitwise_the_same_where_activations_are_recomputed(lora: bool, kind: Autocast) -> None:
+def test_recomputed_activations_give_bitwise_the_same_gradient(lora: bool, kind: Autocast) -> None:
     model = small_model("llama", torch.float32)
     if lora:
         pytest.importorskip("peft")

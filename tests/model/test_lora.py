@@ -97,7 +97,7 @@ VARIANTS += [{"init_lora_weights": init} for init in (LoRAInit.gaussian, LoRAIni
 
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
-def test_every_kind_of_adapter_begins_as_nothing_and_is_merged_and_saved_as_peft_reads_it(
+def test_an_adapter_begins_as_nothing_and_is_merged_and_saved(
     tiny_folder: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     plain = load_model(tiny_folder, ModelSettings(path=""))
@@ -151,7 +151,7 @@ def test_an_adapter_of_another_rank_or_alpha_or_of_other_layers_is_refused(tiny_
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
-def test_adapter_leaves_experts_alone_and_is_merged_under_the_models_names(kind: str) -> None:
+def test_an_adapter_leaves_experts_and_names_alone(kind: str) -> None:
     model = tiny_model(kind)
     own = set(model.state_dict())
     add_adapter(model, LoRASettings(enabled=True, rank=4, alpha=8), "base")
@@ -178,7 +178,7 @@ def test_target_modules_are_looked_up_in_the_model(tiny_folder: Path) -> None:
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained_by(model)} == {"q_proj", "down_proj"}
 
 
-def test_an_adapters_folder_stands_for_its_model_with_the_adapter_merged(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_adapters_folder_stands_for_its_merged_model(tiny_folder: Path, tmp_path: Path) -> None:
     model = adapted(tiny_folder)
     save_adapter(model, tmp_path / "adapter")
     found = locate_model(str(tmp_path / "adapter"))

@@ -93,7 +93,7 @@ def with_weights(source: Path, folder: Path, change: Any) -> Path:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_not_finite_are_refused_by_the_name_of_the_tensor(
+def test_a_tensor_that_is_not_finite_is_refused_by_name(
     value: float, dtype: torch.dtype, tmp_path: Path, tiny_folder: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
@@ -117,7 +117,7 @@ def test_weights_that_lack_a_tensor_are_refused_rather_than_drawn(tmp_path: Path
     ("changed", "named"),
     [({"hidden_size": 32}, "embed_tokens"), ({"model_type": "no_such_model"}, "no_such_model")],
 )
-def test_a_configuration_that_the_weights_do_not_fit_is_an_error_in_one_line(
+def test_a_configuration_that_does_not_fit_is_named_in_one_line(
     changed: dict[str, Any], named: str, tmp_path: Path, tiny_folder: Path
 ) -> None:
     shutil.copytree(tiny_folder, tmp_path / "m")
@@ -128,7 +128,7 @@ def test_a_configuration_that_the_weights_do_not_fit_is_an_error_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_flipped_byte_of_a_checkpoint_is_refused_by_eval_chat_and_train(
+def test_a_flipped_byte_is_refused_by_eval_chat_and_train(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -60,7 +60,7 @@ def test_a_rate_is_set_for_every_parameter() -> None:
 
 
 @pytest.mark.skipif(not is_installed("bitsandbytes"), reason="bitsandbytes is not installed")
-def test_the_8_bit_form_keeps_a_byte_a_number_and_goes_where_adamw_goes() -> None:
+def test_8_bit_adamw_keeps_a_byte_a_number_and_goes_alike() -> None:
     layers = [nn.Linear(96, 64, bias=False) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     start = layers[0].weight.detach().clone()

@@ -154,7 +154,7 @@ def test_bfloat16_is_not_relied_on_by_apples_gpus() -> None:
     assert not bfloat16_is_fast(torch.device("mps"))[0]
 
 
-def test_each_format_is_measured_without_touching_threads_or_random_numbers() -> None:
+def test_measuring_leaves_threads_and_random_numbers_alone() -> None:
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     speeds = product_speeds.__wrapped__()
     assert set(speeds) == {DType.float32, DType.bfloat16}

@@ -276,7 +276,7 @@ def test_the_log_probs_of_a_row_stand_at_its_sampled_ids(model: PreTrainedModel)
             assert not read[~each.sampled].any()
 
 
-def test_the_reference_reads_its_own_first_prompt_and_the_same_later_ones(model: PreTrainedModel) -> None:
+def test_the_reference_reads_a_first_prompt_of_its_own(model: PreTrainedModel) -> None:
     made = rows()
     for each in made[:3]:
         each.ref_prompt = torch.cat([ids(4), each.prompt])
@@ -427,7 +427,7 @@ def test_the_context_is_what_the_model_reads_before_its_next_turn() -> None:
     assert two_turns().context == [5, 6, 7, 8, 9, 10]
 
 
-def test_a_conversation_stays_one_row_with_its_masks_versions_and_lengths() -> None:
+def test_a_conversation_stays_one_row_with_its_masks() -> None:
     batch = batch_from_conversations([two_turns()])
     assert batch["tokens", "full"][0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert batch["tokens", "restarts"][0].tolist() == [2]

@@ -196,7 +196,7 @@ def test_vllm_stops_at_the_end_of_turn_and_at_strings_with_spaces(tmp_path: Path
 # An adapter's own tokenizer
 
 
-def test_adapter_is_evaluated_with_the_tokenizer_that_was_saved_with_it(tmp_path: Path) -> None:
+def test_adapter_is_evaluated_with_its_own_tokenizer(tmp_path: Path) -> None:
     import peft
 
     base = folder_of(tmp_path / "base", byte_level(), "qwen3")

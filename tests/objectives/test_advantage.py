@@ -136,7 +136,7 @@ def test_one_valid_sample_has_nothing_to_be_compared_with(estimator: str) -> Non
     assert taken(estimator, [1.0, NAN], valid=[False, True]) == [0.0, 0.0]
 
 
-def test_parts_of_a_reward_are_compared_each_on_its_own_scale_and_weighed_afterwards() -> None:
+def test_parts_of_a_reward_are_compared_each_on_its_own_scale() -> None:
     """Parts right [1, 0 | 0, 0] and length [10, 30 | 0, 20]; the last completion has no part right."""
     parts = torch.tensor([[1.0, 10.0], [0.0, 30.0], [0.0, 0.0], [NAN, 20.0]], dtype=torch.float64)
     weights = torch.tensor([2.0, -1.0], dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_maxrl_weighs_a_prompt_by_how_seldom_it_is_solved() -> None:
     assert taken("maxrl", [-1.0, 0.0]) == [0.0, 0.0]
 
 
-def test_a_single_sample_still_counts_where_the_whole_batch_is_compared() -> None:
+def test_a_single_sample_counts_where_the_batch_is_compared() -> None:
     values = taken("reinforce_pp", [1.0, 3.0], [0, 1])  # two groups of one
     assert values == pytest.approx([-0.707107, 0.707107], abs=1e-6)
     assert taken("lite_ppo", [1.0, 3.0], [0, 1]) == [0.0, 0.0]
@@ -188,7 +188,7 @@ def test_equality_up_to_rounding_is_relative_to_large_values_alone() -> None:
     assert equal_up_to_rounding(torch.tensor([3.0]))
 
 
-def test_a_token_is_worth_the_reward_less_the_penalties_from_it_on_whitened_over_tokens() -> None:
+def test_a_token_is_worth_the_reward_less_its_penalties_to_come() -> None:
     penalties = torch.tensor([[0.5, 1.0, 9.0], [0.0, 0.25, 0.25], [7.0, 7.0, 7.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [False, True, True], [True, True, True]])
     values = token_advantages(
@@ -205,7 +205,7 @@ def test_token_advantages_without_a_difference_are_exactly_zero() -> None:
     assert token_advantages(torch.tensor([0.3, 0.1 + 0.2]), torch.zeros(2, 2), ones, ones[0]).tolist() == [[0, 0]] * 2
 
 
-def test_shuffling_moves_rewards_within_their_group_among_the_valid_alone() -> None:
+def test_shuffling_moves_valid_rewards_within_their_group() -> None:
     rewards, groups = torch.arange(16.0), torch.tensor([0, 1] * 8)
     valid = torch.ones(16, dtype=torch.bool).index_fill(0, torch.tensor([3, 4]), False)
     moved = shuffled(rewards, groups, valid, seed=5)

@@ -99,7 +99,7 @@ def test_opd_agrees_with_loops() -> None:
     assert dropped > 10
 
 
-def test_a_token_is_dropped_only_where_it_moves_on_away_from_its_sampler() -> None:
+def test_a_token_is_dropped_where_it_moves_away_from_its_sampler() -> None:
     own, sampler = torch.tensor([0.1, 0.1, 0.9, 0.9]).log(), torch.tensor([0.4, 0.4, 0.5, 0.5]).log()
     advantage = torch.tensor([-1.0, 1.0, -1.0, 1.0])
     surrogate = opd(Tokens(own, sampler, advantage, advantage != 0), drop_low=0.2, drop_high=0.3)
@@ -148,7 +148,7 @@ def test_k2_and_k3_with_its_gradient_pull_as_the_divergence_does() -> None:
     assert torch.allclose(mean["k1"], torch.zeros(3, dtype=torch.float64), atol=1e-12)
 
 
-def test_only_the_weighted_estimator_is_unbiased_for_tokens_that_another_policy_drew() -> None:
+def test_the_weighted_estimator_is_unbiased_for_other_policies() -> None:
     drawn = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     logits = P.log().requires_grad_()
     log_p = logits.log_softmax(-1)

@@ -143,7 +143,7 @@ def test_value_gradient_and_metrics_for_every_sampler_correction(variant: str, a
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_value_gradient_and_metrics_with_completions_dropped_for_having_moved(variant: str) -> None:
+def test_value_gradient_and_metrics_with_moved_completions_dropped(variant: str) -> None:
     dropped = 0.0
     for x, batch in cases(SEEDS):
         choice = Choice(variant, "token_mean", COEFFICIENTS[variant], off_policy_mask=0.05)
