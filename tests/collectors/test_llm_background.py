@@ -249,7 +249,7 @@ def test_an_updater_may_be_told_what_a_push_has_to_bring() -> None:
     assert collector.weight_updater.policy is not collector.policy
 
 
-@pytest.mark.parametrize("empty", [{}, TensorDict(), torch.nn.Identity()], ids=["mapping", "tensordict", "module"])
+@pytest.mark.parametrize("empty", [{}, TensorDict(), torch.nn.Identity(), 3], ids=lambda source: type(source).__name__)
 @pytest.mark.parametrize("updater", [None, Told], ids=["the policy's own", "the user's"])
 def test_a_source_without_weights_is_refused_and_raises_no_version(empty: Any, updater: Any) -> None:
     collector = make(talk(), dialog_turns_per_batch=2, weight_updater=updater)
