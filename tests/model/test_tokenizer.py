@@ -36,10 +36,10 @@ from tests.trainings import train_in
 TEXT = " the cat sat:  what is 17 + 2512?\n\nit's for the mat"
 
 
-def folder_of(folder: Path, tokenizer: Any, kind: str = "llama", **config: Any) -> Path:
-    """A random model of family `kind` in `folder`, with `tokenizer`; it has an embedding more than that has ids."""
-    own = {"vocab_size": 333, "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True}
-    tiny_model(kind, **own, **config).save_pretrained(folder)
+def folder_of(folder: Path, tokenizer: Any, kind: str) -> Path:
+    """A random model of family `kind` in `folder`, with `tokenizer`."""
+    own: dict[str, Any] = {"vocab_size": 333, "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True}
+    tiny_model(kind, **own).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -134,7 +134,7 @@ def base_model(folder: Path) -> Path:
     byte_level().save_pretrained(source)
     tokenizer = open_tokenizer(source)
     tokenizer.eos_token = tokenizer.pad_token = "<|endoftext|>"
-    return folder_of(folder, tokenizer)
+    return folder_of(folder, tokenizer, "llama")
 
 
 def answering(folder: Path, answers: dict[int, int]) -> Any:
