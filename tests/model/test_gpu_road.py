@@ -193,7 +193,7 @@ def layers_of(name: str, layers: int, microbatch: Any, *, lora: bool = False) ->
     return model
 
 
-def estimated(model: PreTrainedModel, layers: int, words: list[str], gpu_bytes: float | None, **given: Any) -> int:
+def estimated(model: PreTrainedModel, layers: int, words: list[str], gpu_bytes: int | None, **given: Any) -> int:
     """Bytes of activations, by the estimate, of `layers` such layers."""
     shape = shape_of_config({**model.config.to_dict(), "num_hidden_layers": layers})
     assert shape is not None
@@ -229,5 +229,5 @@ def test_a_layer_keeps_what_the_estimate_says(name: str, lora: bool, monkeypatch
                 recompute_activations(model)
         few, many = (saved_bytes(model, microbatch) for model in models)
         chosen = [*words, f"model.activation_checkpointing={recomputes}"]
-        one, three = (estimated(models[0], count, chosen, 1e10) for count in (1, 3))
+        one, three = (estimated(models[0], count, chosen, 10**10) for count in (1, 3))
         assert (many - few) / tokens == pytest.approx((three - one) / LOGITS_ON_GPU, rel=0.15)
