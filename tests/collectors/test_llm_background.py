@@ -27,7 +27,7 @@ from tests.says import Says
 
 
 def started(total: int = -1, buffer: ReplayBuffer | None = None, **options: Any) -> tuple[LLMCollector, ReplayBuffer]:
-    buffer = buffer or ReplayBuffer()
+    buffer = ReplayBuffer() if buffer is None else buffer  # an empty one is false
     options = {"policy": scripted("a", "b"), "total_dialog_turns": total, **options}
     collector = LLMCollector(talk(rows=ONE_TURN), dialog_turns_per_batch=2, replay_buffer=buffer, **options)
     collector.start()
