@@ -108,7 +108,7 @@ def test_weights_that_lack_a_tensor_are_refused_rather_than_drawn(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("changed", "named"),
-    [({"hidden_size": 32}, "embed_tokens"), ({"model_type": "no_such_model"}, "no_such_model")],
+    [({"hidden_size": 32}, "mismatched_sizes"), ({"model_type": "no_such_model"}, "no_such_model")],
 )
 def test_a_configuration_that_does_not_fit_is_named_in_one_line(
     changed: dict[str, Any], named: str, tmp_path: Path, tiny_folder: Path
