@@ -51,7 +51,7 @@ def copied(content: Any) -> Any:
     return content if isinstance(content, BaseException) else cloudpickle.loads(cloudpickle.dumps(content))
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline

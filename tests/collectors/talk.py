@@ -18,6 +18,7 @@ from rlpost.rewards.score import Score
 from rlpost.settings import SamplingSettings
 
 ROWS = [{"question": f"q{i}", "turns": turns} for i, turns in enumerate([1, 3, 2, 1, 1, 2])]
+ONE_TURN = [{"question": f"q{i}", "turns": 1} for i in range(6)]
 
 
 class Talk(DatasetChatEnv):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,6 @@ def test_without_weights_those_of_the_policys_own_model_are_received() -> None:
     given.load_state_dict(GIVEN)
     collector.receive_weights()
     assert weights_of(collector) == [2.0, 3.0]
-
-
-def test_weights_that_contradict_each_other_are_refused() -> None:
-    collector = frames()
-    before = weights_of(collector)
-    collector.register_scheme_receiver({"policy": RayWeightSyncScheme()})
-    assert weights_of(collector) == before
 
 
 class Bringing(WeightReceiver):
@@ -150,13 +144,8 @@ def test_a_method_is_called_by_its_path() -> None:
     ],
 )
 def test_other_paths_are_refused(path: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a path of public names and \['keys'\]"):
+    with pytest.raises(ValueError, match=re.escape(repr(path))):
         frames().cascade_execute(path)
-
-
-def test_a_path_that_leads_nowhere_says_so() -> None:
-    with pytest.raises(AttributeError, match="nothing_there"):
-        frames().cascade_execute("env.nothing_there")
 
 
 def test_a_worker_that_was_offered_nothing_plays_on_as_before() -> None:

@@ -3,10 +3,8 @@
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from rlpost.errors import DataError, PolicyError
 from rlpost.remote.child import kill_group
 from rlpost.remote.process import WorkerProcess, last_of
+from tests.processes import is_gone
 
 
 def counter() -> Any:
@@ -49,9 +48,6 @@ def counter() -> Any:
                 raise DataError("row 3 is empty: remove it")
             raise type("Odd", (Exception,), {"lock": threading.Lock()})("cannot be sent")
 
-        def say(self, words: str) -> None:
-            self.host.tell("said", words)
-
         def on_main(self) -> Future[bool]:
             return self.host.in_main_thread(lambda: threading.current_thread() is threading.main_thread())
 
@@ -74,21 +70,6 @@ def shared() -> Iterator[WorkerProcess]:
     worker.close()
 
 
-def is_there(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not waited for does not."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_methods_are_called_in_order_and_a_future_lets_the_next_begin(shared: WorkerProcess) -> None:
     later = shared.submit("later")
     assert shared.call("add", 2, times=3) == 6
@@ -100,33 +81,33 @@ def test_methods_are_called_in_order_and_a_future_lets_the_next_begin(shared: Wo
 
 
 def test_an_error_comes_back_as_it_was_raised_or_in_words(shared: WorkerProcess) -> None:
-    with pytest.raises(DataError, match="row 3 is empty") as caught:
+    with pytest.raises(DataError, match="row 3") as caught:
         shared.call("fail", "data")
     assert "in fail" in caught.value.__notes__[0]  # where it arose
-    with pytest.raises(PolicyError, match="Odd: cannot be sent"):
+    with pytest.raises(PolicyError, match="Odd"):
         shared.call("fail", "odd")
-    with pytest.raises(AttributeError, match="no attribute 'fly'"):
+    with pytest.raises(AttributeError, match="fly"):
         shared.call("fly")
 
 
 def test_a_call_has_a_deadline_that_names_it(shared: WorkerProcess) -> None:
-    with pytest.raises(PolicyError, match="waited 0 s for later of the collector's process"):
+    with pytest.raises(PolicyError, match="later"):
         shared.call("later", seconds=0.1)
     shared.call("come")
 
 
-def test_its_death_is_named_wakes_whoever_waits_and_takes_what_it_started_along() -> None:
+def test_a_death_is_named_wakes_who_waits_and_leaves_nothing() -> None:
     died = Event()
     worker = WorkerProcess(counter, name="the player", on_death=died.set).start()
     child = worker.call("child")
     waiting = worker.submit("sleep", 1000)
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(PolicyError, match="the player was ended by SIGKILL"):
+    with pytest.raises(PolicyError, match=r"player .* SIGKILL"):
         waiting.result(30)
     assert died.wait(30)
-    wait_until(lambda: not is_there(child))
-    with pytest.raises(PolicyError, match="was ended by SIGKILL"):
+    assert is_gone(child)
+    with pytest.raises(PolicyError, match="SIGKILL"):
         worker.call("add", 1)
     worker.close()
 
@@ -134,30 +115,30 @@ def test_its_death_is_named_wakes_whoever_waits_and_takes_what_it_started_along(
 def test_one_that_gives_no_sign_of_life_is_killed_and_named() -> None:
     worker = WorkerProcess(counter, silent_seconds=4.0).start()
     stopped = worker.submit("stop")
-    with pytest.raises(PolicyError, match=r"gave no sign of life for \d+ s and was killed"):
+    with pytest.raises(PolicyError, match=r"life for \d+ s"):
         stopped.result(30)
 
 
 def test_what_cannot_be_built_is_raised_and_nothing_is_left() -> None:
     def build() -> Any:
-        raise DataError("there is no such environment: name another")
+        raise DataError("no such environment")
 
     worker = WorkerProcess(build)
-    with pytest.raises(DataError, match="no such environment"):
+    with pytest.raises(DataError, match="environment"):
         worker.start()
     assert worker.pid is not None
-    wait_until(lambda: not is_there(worker.pid or 0))
-    with pytest.raises(PolicyError, match="was not started"):
+    assert is_gone(worker.pid)
+    with pytest.raises(PolicyError, match=r"start\(\)"):
         WorkerProcess(build).call("add")
 
 
 def test_it_ends_with_its_owner() -> None:
     owner = WorkerProcess(_owner).start()
     inner, child = owner.call("ids")
-    assert (is_there(inner), is_there(child)) == (True, True)
+    assert not any(is_gone(pid, 0) for pid in (inner, child))
     assert owner.pid is not None
     kill_group(owner.pid)
-    wait_until(lambda: not is_there(inner) and not is_there(child))
+    assert all(is_gone(pid) for pid in (inner, child))
     owner.close()
 
 
@@ -177,5 +158,5 @@ def _owner() -> Any:
 def test_a_process_that_closes_its_connection_and_goes_on_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.remote.process.END_SECONDS", 0.1)
     hanging = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    assert last_of(hanging) == "has closed its connection and did not end"
+    assert "closed" in last_of(hanging)
     assert hanging.wait(10) == -signal.SIGKILL

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
-import sys
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
 from rlpost.model import family_probe
 from rlpost.model.attention import shared_prompt_attention
-from rlpost.model.families import OWN_FILES, REFUSED, VERSIONS, Verdict, explain
+from rlpost.model.families import OWN_FILES, REFUSED, VERSIONS, Verdict, explain, fingerprint
 from rlpost.model.logprobs import READERS, examine, microbatches_of, token_log_probs, verdict_of
 from rlpost.model.packing import Row, pack
 from rlpost.model.weight_sums import EngineSums, probe_input
@@ -27,6 +26,8 @@ from rlpost.model.weights import NamedAsSaved, SavedWeights
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.settings import GRPOLossSettings, SamplingSettings
+from tests.model.test_logprobs import random_rows
+from tests.says import Says
 
 # each is right packed and known to be
 FAST = ["llama", "mistral", "gemma3_text", "granite", "deepseek_v3"]
@@ -38,56 +39,50 @@ PLAIN = [
 ]
 
 
-def random_rows() -> list[Row]:
+@cache
+def family(kind: str) -> PreTrainedModel:
+    """The tiny model of a family, made once: nobody changes it."""
+    return tiny_model(kind)
+
+
+def group_rows() -> list[Row]:
     """Three completions of one prompt and two of another, longer than every window of the families."""
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for prompt_length, lengths in ((9, (3, 12, 7)), (4, (8, 8))):
-        prompt = torch.randint(0, WORDS, (prompt_length,), generator=generator)
-        for length in lengths:
-            response = torch.randint(0, WORDS, (length,), generator=generator)
-            sampled = torch.rand(length, generator=generator) < 0.8
-            rows.append(Row(prompt, response, sampled, torch.zeros(length), 1.0 - length / 8))
-    return rows
+    return random_rows([(9, [3, 12, 7]), (4, [8, 8])])
 
 
 def check_against_its_own_forward(model: PreTrainedModel) -> None:
-    rows = random_rows()
+    rows = group_rows()
     read = [token_log_probs(model, part, 0.8) for part in microbatches_of(model, rows, 10_000, model.device)]
     expected = [own_log_probs(model, row, 0.8) for row in rows]
     for values, own in zip(zip(*read, strict=True), zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(torch.cat(values), torch.cat(own), atol=2e-4, rtol=1e-4)
 
 
+def check_row_of_the_table(kind: str, verdict: Verdict) -> None:
+    """The family's row of docs/models.md is what was found, and what was found is right."""
+    assert table_rows()[kind] == row(kind, verdict)
+    if verdict.reading != REFUSED:
+        check_against_its_own_forward(family(kind))
+
+
 @pytest.mark.parametrize("kind", FAST)
 def test_attention_alone_is_read_in_one_row(kind: str) -> None:
-    model = tiny_model(kind)
-    verdict = verdict_of(model)
-    assert verdict.reads_packed
-    assert verdict.sampling == "padded"
-    assert explain(model, verdict, 8) is None
-    assert table_rows()[kind] == row(kind, verdict)
-    check_against_its_own_forward(model)
+    verdict = verdict_of(family(kind))
+    assert (verdict.reads_packed, verdict.sampling, explain(family(kind), verdict, 8)) == (True, "padded", None)
+    check_row_of_the_table(kind, verdict)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_what_a_packed_row_would_change_is_read_one_sequence_a_row(kind: str) -> None:
-    model = tiny_model(kind)
-    verdict = verdict_of(model)
-    assert verdict.reading in ("alone, own head", "alone")
-    assert verdict.reason.startswith("a packed row")
-    assert table_rows()[kind] == row(kind, verdict)
-    check_against_its_own_forward(model)
+    verdict = verdict_of(family(kind))
+    assert verdict.reading.startswith("alone")
+    check_row_of_the_table(kind, verdict)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_table_of_the_docs_is_what_is_found(kind: str) -> None:
-    model = tiny_model(kind)
-    verdict = verdict_of(model)
-    assert table_rows()[kind] == row(kind, verdict)
-    if verdict.reading != REFUSED:
-        check_against_its_own_forward(model)
+    check_row_of_the_table(kind, verdict_of(family(kind)))
 
 
 def test_the_table_has_every_family_and_refuses_at_most_five() -> None:
@@ -100,7 +95,7 @@ def test_the_table_has_every_family_and_refuses_at_most_five() -> None:
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "gemma2", "phimoe", "llama"])
 def test_sampled_log_probs_are_those_of_the_whole_sequences(kind: str, tiny_tokenizer: Any) -> None:
     """Prompts of three lengths, and completions that end at different tokens."""
-    model = tiny_model(kind)
+    model = family(kind)
     policy = TransformersWrapper(model, tiny_tokenizer)
     sampling = SamplingSettings(temperature=0.8)
     prompts = [list(range(5, 16)), list(range(20, 31)), [40, 41, 42], list(range(60, 66))]
@@ -113,18 +108,10 @@ def test_sampled_log_probs_are_those_of_the_whole_sequences(kind: str, tiny_toke
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected.detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_completion_is_the_same_alone_and_beside_others_in_a_hybrid(tiny_tokenizer: Any) -> None:
-    policy = TransformersWrapper(tiny_model("lfm2"), tiny_tokenizer)
-    requests = [Request([9, 8, 7], 6, 1), Request([9, 8, 7], 3, 2), Request([5, 6], 6, 3)]
-    together = policy.generate(requests, SamplingSettings())
-    alone = [policy.generate([request], SamplingSettings())[0] for request in requests]
-    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-
-
 @pytest.mark.parametrize("kind", ["lfm2", "gemma2"])
-def test_the_gradient_read_plainly_is_the_same_however_a_minibatch_is_split(kind: str) -> None:
-    model = tiny_model(kind)
-    rows = random_rows()
+def test_a_split_does_not_change_a_gradient_read_plainly(kind: str) -> None:
+    model = family(kind)
+    rows = group_rows()
     objective = PolicyObjective(GRPOLossSettings(entropy_coef=0.1), temperature=0.8, max_completion_tokens=16)
 
     def gradient(budget: int) -> torch.Tensor:
@@ -140,13 +127,13 @@ def test_the_gradient_read_plainly_is_the_same_however_a_minibatch_is_split(kind
 
 
 def test_a_prompt_counts_as_often_as_it_is_read() -> None:
-    rows = random_rows()  # 9 + 3 + 12 + 7 and 4 + 8 + 8 tokens with prompts shared
-    shared = [part.num_packed for part in microbatches_of(tiny_model("llama"), rows, 1000, torch.device("cpu"))]
-    apart = [part.num_packed for part in microbatches_of(tiny_model("lfm2"), rows, 1000, torch.device("cpu"))]
-    assert (shared, apart) == ([51], [73])
+    """9 + 3 + 12 + 7 and 4 + 8 + 8 tokens with prompts shared."""
+    for kind, expected in (("llama", 51), ("lfm2", 73)):
+        [whole] = microbatches_of(family(kind), group_rows(), 1000, torch.device("cpu"))
+        assert whole.num_packed == expected
 
 
-def test_logits_exist_for_a_few_tokens_at_once_also_in_the_model_s_own_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_own_head_gives_few_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.model.logprobs.CHUNK", 5)
     model = tiny_model("lfm2")
     verdict_of(model)
@@ -154,162 +141,77 @@ def test_logits_exist_for_a_few_tokens_at_once_also_in_the_model_s_own_head(monk
     head = model.get_output_embeddings()
     assert head is not None
     head.register_forward_hook(lambda _m, _i, out: sizes.append(out.shape[-2]))
-    [microbatch] = pack(random_rows(), 1000, model.device)
+    [microbatch] = pack(group_rows(), 1000, model.device)
     token_log_probs(model, microbatch, 1.0)[0].sum().backward()
     assert max(sizes) == 5
     assert sum(sizes) == 2 * microbatch.target.numel()  # forward, and again backward
 
 
-def test_what_is_slower_says_why_and_how_much() -> None:
+def test_what_is_slower_says_why_and_how_much(says: Says) -> None:
     verdict = Verdict("alone, own head", "alike", "sdpa", "a packed row has its log-probs off by 2.1")
-    assert explain(tiny_model("lfm2"), verdict, 8) == (
-        "lfm2 as it is (a packed row has its log-probs off by 2.1): one sequence a row, a prompt once for each of "
-        "its completions: up to 8 times slower"
-    )
+    says("model", explain(family("lfm2"), verdict, 8))
 
 
-def test_a_verdict_is_kept_by_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tried: list[str] = []
-    original = family_probe.tried_on_a_small_copy
-
-    def counted(model: torch.nn.Module, readers: Any) -> Verdict:
-        tried.append("")
-        return original(model, readers)
-
-    monkeypatch.setattr(family_probe, "tried_on_a_small_copy", counted)
-    model = tiny_model("llama")
+def test_a_verdict_is_kept_by_configuration() -> None:
+    model = tiny_model("llama", max_position_embeddings=77)  # of no other test
     first = examine(model)
-    assert examine(tiny_model("llama")) == first
-    assert len(tried) == 1
-    [kept] = (cache_folder() / "families").iterdir()
+    kept = cache_folder() / "families" / f"{fingerprint(model)}.json"
+    marked = Verdict(**json.loads(kept.read_text()) | {"reason": "as it was kept"})
+    kept.write_text(json.dumps(asdict(marked)))
+    assert examine(tiny_model("llama", max_position_embeddings=77)) == marked
     kept.write_text("{")  # cut short
     assert examine(model) == first
-    assert len(tried) == 2
     model.config.logit_scale = 0.5
-    examine(model)
-    assert len(tried) == 3
+    assert cache_folder() / "families" / f"{fingerprint(model)}.json" != kept
 
 
-def test_a_kept_verdict_is_found_anew_where_another_version_of_a_library_is_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_verdict_is_of_the_installed_versions_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: dict[str, str | None] = {"torch": "2.13.0", "transformers": "5.1.0", "vllm": "0.20.0"}
     monkeypatch.setattr("rlpost.model.families.installed_version", installed.get)
-    tried: list[str] = []
-
-    def found_anew(model: torch.nn.Module, readers: Any) -> Verdict:
-        tried.append("")
-        return Verdict("packed", "padded", "sdpa", f"found {len(tried)}")
-
-    monkeypatch.setattr(family_probe, "tried_on_a_small_copy", found_anew)
-    model = tiny_model("llama")
-
-    def finds() -> str:
-        return examine(model).reason
-
-    assert (finds(), finds()) == ("found 1", "found 1")
-    expected = 1
+    found = [fingerprint(family("llama"))]
     for library in VERSIONS:  # one that comes to be installed is another version too
         before, installed[library] = installed.get(library), "0.0.1"
-        expected += 1
-        assert (finds(), finds()) == (f"found {expected}", f"found {expected}"), library
+        found.append(fingerprint(family("llama")))
         installed[library] = before
-        assert finds() == "found 1"  # as it was found under these versions
+    assert len(set(found)) == 1 + len(VERSIONS)
     installed["vllm"] = "0.0.1"  # it reads nothing that is trained
-    assert finds() == "found 1"
+    assert fingerprint(family("llama")) == found[0]
     assert {"torch", "transformers"} <= set(VERSIONS)
-    assert len(list((cache_folder() / "families").iterdir())) == 1 + len(VERSIONS)
 
 
 def test_a_model_that_reads_later_tokens_is_refused() -> None:
     config = AutoConfig.for_model("bert", vocab_size=WORDS, hidden_size=64, intermediate_size=96, is_decoder=False)
     config.num_hidden_layers, config.num_attention_heads = 2, 2
     model: Any = AutoModelForCausalLM.from_config(config).eval()
-    [microbatch] = pack(random_rows(), 1000, torch.device("cpu"))
-    with pytest.raises(
-        ConfigError, match="BertLMHeadModel cannot be trained: its log-probs of a token depend on later"
-    ):
+    [microbatch] = pack(group_rows(), 1000, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"BertLMHeadModel .* later"):
         token_log_probs(model, microbatch, 1.0)
 
 
-# the shape of a real model -> what its copy has: layers kept, hidden size
+# a family, sizes of a real model, what its copy has (kinds of layers, and layers), and whether it is read packed
 REAL = {
     "Qwen2.5-0.5B": (
         "qwen2",
         {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
         | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+        (1, 2),
+        True,
     ),
-    "Qwen2.5-7B": (
-        "qwen2",
-        {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-        | {"num_key_value_heads": 4, "vocab_size": 152064},
-    ),
-    "Qwen3-Next": ("qwen3_next", {}),
-    "Gemma-2-9B": ("gemma2", {}),
+    "Qwen3-Next-80B": ("qwen3_next", {}, (2, 4), False),  # of a linear and a full layer
+    "Gemma-2-9B": ("gemma2", {}, (2, 2), False),  # of a window and none
 }
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_copy_of_a_large_model_is_small_and_has_a_layer_of_every_kind(name: str) -> None:
-    kind, sizes = REAL[name]
+def test_a_large_model_is_tried_by_a_small_copy(name: str) -> None:
+    kind, sizes, expected, is_packed = REAL[name]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    config = family_probe.small_config(model, 2)
-    with torch.device("meta"):
-        copied: Any = type(model)(config)
+        copied: Any = type(model)(family_probe.small_config(model, 2))
     assert sum(p.numel() for p in copied.parameters()) * 4 < 60e6  # bytes
-    kinds = {family_probe.layer_kind(layer) for layer in copied.model.layers}
-    expected = {"qwen2": 1, "qwen3_next": 2, "gemma2": 2}[kind]  # of a linear and a full layer; of a window and none
-    assert len(kinds) == expected
-    assert len(copied.model.layers) == {"qwen2": 2, "qwen3_next": 4, "gemma2": 2}[kind]
-
-
-# a process of its own, since what it held most has to be its own; ru_maxrss begins with what its parent held
-PROBED = """
-import json, re, time
-from pathlib import Path
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-
-def most_held():
-    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-
-
-from rlpost.model.logprobs import READERS, examine
-
-imported = most_held()
-with torch.device("meta"):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next"))
-began = time.process_time()
-verdict = examine(model)
-seconds = time.process_time() - began
-size = sum(parameter.numel() for parameter in model.parameters())
-print(json.dumps({"size": size, "seconds": seconds, "bytes": most_held() - imported, "reading": verdict.reading}))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
-def test_a_model_of_eighty_billion_is_tried_in_seconds_and_in_half_a_gigabyte(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROBED], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["size"] > 79e9
-    assert found["reading"] == "alone, own head"  # of a linear and a full layer
-    assert found["seconds"] < 10
-    assert found["bytes"] < 0.5e9
-    assert len(list((tmp_path / "rlpost" / "families").iterdir())) == 1  # it was not there before
-
-
-def test_a_verdict_is_json() -> None:
-    verdict = verdict_of(tiny_model("llama"))
-    assert any(
-        Verdict(**json.loads(file.read_text())) == verdict for file in (cache_folder() / "families").glob("*.json")
-    )
+    layers = copied.model.layers
+    assert (len({family_probe.layer_kind(layer) for layer in layers}), len(layers)) == expected
+    assert examine(model).reads_packed == is_packed
 
 
 def test_a_kept_verdict_ends_with_any_file_that_reads_or_attends() -> None:

@@ -15,9 +15,10 @@ from rlpost.config.compose import compose
 from rlpost.estimate.needs import LOGITS_ON_GPU, parts_of, work_of
 from rlpost.estimate.shape import shape_of_config
 from rlpost.model import attention, logprobs
+from rlpost.model.device import leave_room
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import add_adapter
-from rlpost.model.packing import pack
+from rlpost.model.packing import Gathered, pack
 from rlpost.model.trainable import recompute_activations
 from rlpost.settings import LoRASettings
 from tests.model.test_logprobs import ALIKE, ARCHITECTURES, DIFFERENT, random_rows, small_model
@@ -64,23 +65,20 @@ def take_road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Go the way of a GPU with the kernel from now on, or of one without; returns the calls of attention."""
     calls: Calls = []
 
-    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        calls.append((query.dtype, key.dtype, value.dtype, query.shape[1], key.shape[1]))
-        return varlen(query, key, value, *args, **named)
+    def noted(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+            calls.append((query.dtype, key.dtype, value.dtype, query.shape[1], key.shape[1]))
+            return attend(query, key, value, *args, **named)
 
-    def padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any) -> torch.Tensor:
-        calls.append((query.dtype, key.dtype, value.dtype, query.shape[1], key.shape[1]))
-        return attend(query, key, value, *args)
-
-    attend = attention.attend_padded
+        return call
 
     def take() -> Calls:
         monkeypatch.setattr(attention, "SHORT", 0)
         if request.param == "in sequences":
             monkeypatch.setattr(attention, "takes_sequences", lambda query: True)
-            monkeypatch.setattr(attention, "varlen_attn", kernel)
+            monkeypatch.setattr(attention, "varlen_attn", noted(varlen))
         else:
-            monkeypatch.setattr(attention, "attend_padded", padded)
+            monkeypatch.setattr(attention, "attend_padded", noted(attention.attend_padded))
         return calls
 
     return take
@@ -125,9 +123,15 @@ def test_attention_gets_one_dtype_and_unexpanded_keys_once_a_layer(take_road: Ca
     assert (len(road), heads) in [(layers, {(4, 1)}), (2 * blocks * layers, {(4, 4)})]
 
 
-def test_keys_of_a_prompt_sum_their_gradients_in_float32() -> None:
-    from rlpost.model.packing import Gathered
+def test_the_trainer_leaves_an_engine_beside_it_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: fractions.append(part))
+    for share, device in ((0.0, "cuda"), (0.4, "cpu"), (0.4, "cuda")):
+        leave_room(share, torch.device(device))
+    assert fractions == [pytest.approx(0.57)]
 
+
+def test_keys_of_a_prompt_sum_their_gradients_in_float32() -> None:
     rows = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     Gathered.apply(rows, torch.zeros(3, dtype=torch.int64), True).backward(
         torch.tensor([256.0, 1, 1], dtype=torch.bfloat16)
@@ -189,46 +193,41 @@ def layers_of(name: str, layers: int, microbatch: Any, *, lora: bool = False) ->
     return model
 
 
+def estimated(model: PreTrainedModel, layers: int, words: list[str], gpu_bytes: int | None, **given: Any) -> int:
+    """Bytes of activations, by the estimate, of `layers` such layers."""
+    shape = shape_of_config({**model.config.to_dict(), "num_hidden_layers": layers})
+    assert shape is not None
+    work = work_of(compose(TRAIN_GRPO, words).settings, shape, gpu_bytes=gpu_bytes)
+    return next(part.bytes for part in parts_of(replace(work, **given)) if part.name == "activations")
+
+
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_layer_on_a_cpu_keeps_what_the_estimate_says(name: str, precision: str) -> None:
     [microbatch] = pack(random_rows([(40, [40])] * 6), 10_000, CPU)
     models = [layers_of(name, count, microbatch) for count in (1, 3)]
-    settings = compose(TRAIN_GRPO, [f"model.autocast={precision}", "policy=transformers"]).settings
-
-    def estimated(model: PreTrainedModel) -> float:
-        shape = shape_of_config(model.config.to_dict())
-        assert shape is not None
-        # a token of a prompt reads 40 keys at most, one of a completion 80
-        work = replace(work_of(settings, shape, gpu_bytes=None), longest=60, microbatch=microbatch.num_packed)
-        return next(part.bytes for part in parts_of(work) if part.name == "activations")
-
     few, many = (saved_bytes(model, microbatch, autocast=precision == "bfloat16") for model in models)
-    assert many - few == pytest.approx(estimated(models[1]) - estimated(models[0]), rel=0.15)
+    words = [f"model.autocast={precision}", "policy=transformers"]
+    # a token of a prompt reads 40 keys at most, one of a completion 80
+    given = {"longest": 60, "microbatch": microbatch.num_packed}
+    one, three = (estimated(models[0], count, words, None, **given) for count in (1, 3))
+    assert many - few == pytest.approx(three - one, rel=0.15)
 
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_layer_keeps_what_the_estimate_says(name: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     [microbatch] = pack(random_rows([(12, [30, 24, 18, 30]), (10, [20, 30, 28])]), 10_000, CPU)
-
-    def estimated(layers: int, *, recomputes: bool) -> int:
-        words = [f"lora.enabled={lora}", f"model.activation_checkpointing={recomputes}", "env.max_completion_tokens=1"]
-        shape = shape_of_config({**models[0].config.to_dict(), "num_hidden_layers": layers})
-        assert shape is not None
-        settings = compose(TRAIN_GRPO, [*words, f"tokens_per_microbatch={LOGITS_ON_GPU}"]).settings
-        work = work_of(settings, shape, gpu_bytes=10**10)
-        assert work.microbatch == LOGITS_ON_GPU
-        return next(part.bytes for part in parts_of(work) if part.name == "activations")
-
     models = [layers_of(name, count, microbatch, lora=lora) for count in (1, 3)]
     monkeypatch.setattr(attention, "takes_sequences", lambda query: True)
     monkeypatch.setattr(attention, "varlen_attn", lambda query, key, value, *_, **__: _Kernel.apply(query, key, value))
     tokens = -(-microbatch.num_packed // logprobs.LENGTHS) * logprobs.LENGTHS  # a CPU fills them up
+    words = [f"lora.enabled={lora}", "env.max_completion_tokens=1", f"tokens_per_microbatch={LOGITS_ON_GPU}"]
     for recomputes in (False, True):
         if recomputes:
             for model in models:
                 recompute_activations(model)
         few, many = (saved_bytes(model, microbatch) for model in models)
-        a_token = (estimated(3, recomputes=recomputes) - estimated(1, recomputes=recomputes)) / LOGITS_ON_GPU
-        assert (many - few) / tokens == pytest.approx(a_token, rel=0.15)
+        chosen = [*words, f"model.activation_checkpointing={recomputes}"]
+        one, three = (estimated(models[0], count, chosen, 10**10) for count in (1, 3))
+        assert (many - few) / tokens == pytest.approx((three - one) / LOGITS_ON_GPU, rel=0.15)

@@ -8,11 +8,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlpost.errors import ConfigError
 from rlpost.model import logprobs as logprobs_module
 from rlpost.model.logprobs import chunked_log_probs, token_log_probs
+from rlpost.model.lora import add_adapter
 from rlpost.model.packing import Row, pack
-from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.settings import Aggregation, GRPOLossSettings
+from rlpost.model.precision import autocast
+from rlpost.model.trainable import recompute_activations
+from rlpost.settings import Autocast, LoRASettings
+from tests.model_families import own_log_probs
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 ARCHITECTURES = {
@@ -46,14 +50,6 @@ def random_rows(sizes: Sequence[tuple[int, Sequence[int]]]) -> list[Row]:
     return rows
 
 
-def alone(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of one row's sampled tokens by the plain forward of its whole sequence."""
-    logits = model(torch.cat([row.prompt, row.response])[None]).logits[0] / temperature
-    log_probs = logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
-    chosen = log_probs.gather(-1, row.response[:, None]).squeeze(-1)
-    return chosen[row.sampled], -(log_probs.exp() * log_probs).sum(-1)[row.sampled]
-
-
 DIFFERENT = [(7, [3, 9, 1]), (4, [5]), (11, [2, 8])]
 ALIKE = [(4, [3, 2]), (4, [2, 2]), (4, [1, 3]), (4, [2, 3, 1]), (4, [3, 1, 2]), (6, [2, 2])]
 
@@ -69,23 +65,24 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
     [microbatch] = pack(rows, 10_000, torch.device("cpu"))
     with torch.no_grad():
         log_probs, entropy = token_log_probs(model, microbatch, temperature)
-        expected = [alone(model, row, temperature) for row in rows]
+        expected = [own_log_probs(model, row, temperature) for row in rows]
     torch.testing.assert_close(log_probs, torch.cat([e[0] for e in expected]), atol=3e-6, rtol=0, check_dtype=False)
     torch.testing.assert_close(entropy, torch.cat([e[1] for e in expected]), atol=3e-5, rtol=0, check_dtype=False)
 
 
-def num_prompts_of_blocks(sizes: list[tuple[int, list[int]]]) -> list[int]:
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (ALIKE, [3, 2, 1]),
+        (DIFFERENT, [1, 1, 1]),
+        ([(2, [3, 3]), (2, [3, 90]), (2, [3, 3]), (2, [3, 3])], [1, 1, 2]),  # a long one does not pad its neighbours
+    ],
+)
+def test_neighbouring_groups_of_one_shape_are_attended_together(
+    sizes: list[tuple[int, list[int]]], expected: list[int]
+) -> None:
     [microbatch] = pack(random_rows(sizes), 10_000, torch.device("cpu"))
-    return [block.num_prompts for block in microbatch.layout.blocks]
-
-
-def test_neighbouring_groups_of_one_shape_are_attended_together() -> None:
-    assert num_prompts_of_blocks(ALIKE) == [3, 2, 1]
-    assert num_prompts_of_blocks(DIFFERENT) == [1, 1, 1]
-
-
-def test_one_long_completion_does_not_pad_its_neighbours() -> None:
-    assert num_prompts_of_blocks([(2, [3, 3]), (2, [3, 90]), (2, [3, 3]), (2, [3, 3])]) == [1, 1, 2]
+    assert [block.num_prompts for block in microbatch.layout.blocks] == expected
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -102,12 +99,9 @@ def test_the_chunked_gradient_is_that_of_full_logits(
     leaves = [hidden, *head.parameters()]
 
     def gradients(log_probs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
-        total = torch.zeros((), dtype=torch.float64)
-        if of_log_prob:
-            total = total + of_log_prob * (weights[0] * log_probs).sum()
-        if of_entropy:
-            total = total + of_entropy * (weights[1] * entropy).sum()
-        return list(torch.autograd.grad(total, leaves))
+        each = ((of_log_prob, weights[0], log_probs), (of_entropy, weights[1], entropy))
+        total = torch.stack([coef * (weight * values).sum() for coef, weight, values in each if coef])
+        return list(torch.autograd.grad(total.sum(), leaves))
 
     log_p = (head(hidden) / 0.7).log_softmax(-1)
     expected = gradients(log_p.gather(-1, target[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1))
@@ -115,66 +109,13 @@ def test_the_chunked_gradient_is_that_of_full_logits(
         torch.testing.assert_close(own, reference, atol=1e-12, rtol=1e-12)
 
 
-def test_a_model_in_float64_is_read_in_float64() -> None:
-    model = small_model("llama")
-    [microbatch] = pack(random_rows([(3, [4])]), 100, torch.device("cpu"))
-    assert [values.dtype for values in token_log_probs(model, microbatch, 1.0)] == [torch.float64] * 2
-
-
-def grpo_objective(kl_coef: float = 0.0, temperature: float = 1.0) -> PolicyObjective:
-    settings = GRPOLossSettings(aggregation=Aggregation.token_mean, kl_coef=kl_coef)
-    return PolicyObjective(settings, temperature=temperature, max_completion_tokens=32)
-
-
-def gradient(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> torch.Tensor:
-    model.zero_grad()
-    objective = grpo_objective(kl_coef=0.1, temperature=0.9)
-    normaliser = objective.normaliser(rows)
-    for microbatch in pack(rows, budget, torch.device("cpu")):
-        objective(model, microbatch, normaliser).loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def test_the_gradient_is_the_same_however_a_minibatch_is_split() -> None:
-    model = small_model("llama", torch.float32)
-    rows = random_rows([(7, [3, 9, 1, 6]), (4, [5, 5]), (4, [5, 4]), (11, [2, 8])])
-    for row in rows:
-        row.ref_log_probs = torch.full((row.response.numel(),), -4.0)
-    whole = gradient(model, rows, 10_000)
-    for budget in (1, 14, 25, 40):
-        split = gradient(model, rows, budget)
-        assert (split - whole).norm() / whole.norm() < 1e-4, budget
-    backwards = gradient(model, rows[::-1], 30)
-    assert (backwards - whole).norm() / whole.norm() < 1e-4
-
-
-def test_the_gradient_is_that_of_the_plain_forward() -> None:
-    model = small_model("qwen2", torch.float32)
-    rows = random_rows([(7, [3, 9]), (4, [5])])
-    objective = grpo_objective()
-    [microbatch] = pack(rows, 10_000, torch.device("cpu"))
-    objective(model, microbatch, objective.normaliser(rows)).loss.backward()
-    packed = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    model.zero_grad()
-    total = torch.zeros(())
-    for row in rows:
-        log_probs, _ = alone(model, row, 1.0)
-        total = total - ((log_probs - log_probs.detach()).exp() * row.advantage).sum()
-    (total / sum(row.num_trained for row in rows)).backward()
-    plain = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    assert (packed - plain).norm() / plain.norm() < 1e-4
-
-
 def test_microbatches_keep_to_their_budget_and_share_prompts() -> None:
     rows = random_rows([(10, [4, 4, 4, 4]), (3, [4])])
     batches = list(pack(rows, 20, torch.device("cpu")))
     assert [b.num_packed for b in batches] == [18, 18, 7]  # 10+4+4, the prompt again +4+4, 3+4
     assert [len(b.rows) for b in batches] == [2, 2, 1]
-
-
-def test_a_completion_above_the_budget_is_a_microbatch_of_its_own() -> None:
-    rows = random_rows([(10, [30, 2])])
-    assert [b.num_packed for b in pack(rows, 20, torch.device("cpu"))] == [40, 12]
+    above = pack(random_rows([(10, [30, 2])]), 20, torch.device("cpu"))
+    assert [b.num_packed for b in above] == [40, 12]
 
 
 def test_a_cpu_reads_few_different_lengths() -> None:
@@ -203,3 +144,51 @@ def test_what_fills_a_row_up_has_no_gradient() -> None:
     assert states.grad is not None
     assert states.grad[:, :12].any()
     assert not states.grad[:, 12:].any()
+
+
+# Activation checkpointing
+
+
+def read(model: PreTrainedModel) -> torch.Tensor:
+    [microbatch] = pack(random_rows(DIFFERENT), 10_000, torch.device("cpu"))
+    return token_log_probs(model, microbatch, 0.7)[0]
+
+
+@pytest.mark.parametrize("kind", [Autocast.none, Autocast.bfloat16])
+@pytest.mark.parametrize("lora", [False, True])
+def test_recomputed_activations_give_bitwise_the_same_gradient(lora: bool, kind: Autocast) -> None:
+    model = small_model("llama", torch.float32)
+    if lora:
+        pytest.importorskip("peft")
+        add_adapter(model, LoRASettings(enabled=True, rank=4), "")
+
+    def gradient() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        with autocast(kind, model.device):
+            read(model).sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    whole = gradient()
+    recompute_activations(model)
+    again = gradient()
+    assert set(again) == set(whole)
+    assert all(torch.equal(again[name], grad) for name, grad in whole.items())
+    assert not any(module.training for module in model.modules())  # dropout stays off
+
+
+def test_layers_run_twice_with_gradients_and_once_without() -> None:
+    model = small_model("llama")
+    recompute_activations(model)
+    runs = []
+    mlp = model.get_submodule("model.layers.0.mlp")
+    mlp.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    with torch.no_grad():
+        read(model)
+    assert runs == [False]
+    read(model).sum().backward()
+    assert runs == [False, True, True]
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear"):
+        recompute_activations(torch.nn.Linear(2, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.imports import is_installed
-from rlpost.model.load import load_model, save_model
+from rlpost.model.load import load_model
 from rlpost.model.locate import locate_merged, locate_model
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import (
@@ -28,9 +28,9 @@ from rlpost.model.lora import (
 )
 from rlpost.model.packing import Row, pack
 from rlpost.model.tokenizer import load_tokenizer
-from rlpost.model.weights import is_adapted
 from rlpost.settings import LoRAInit, LoRASettings, ModelSettings
 from tests.model_families import tiny_model
+from tests.says import Says
 
 pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")
 
@@ -60,14 +60,14 @@ def contents(model: torch.nn.Module) -> dict[str, bytes]:
     return {name: tensor.contiguous().numpy().tobytes() for name, tensor in model.state_dict().items()}
 
 
-def test_a_new_adapter_changes_nothing(tiny_folder: Path) -> None:
-    plain = load_model(tiny_folder, ModelSettings(path=""))
-    assert torch.equal(logits(adapted(tiny_folder, changed=False)), logits(plain))
+def trained_by(model: torch.nn.Module) -> dict[str, int]:
+    """The parameters that take a gradient, and their sizes."""
+    return {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def test_only_the_adapter_takes_gradients(tiny_folder: Path) -> None:
     model = adapted(tiny_folder)
-    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    trained = trained_by(model)
     assert len(trained) == 2 * 2 * len(LAYERS)  # A and B, in two blocks
     assert all(".lora_A." in name or ".lora_B." in name for name in trained)
     # rank 4 on 64 -> 64 (q, o), 64 -> 32 (k, v), 64 -> 128 (gate, up) and 128 -> 64 (down), twice
@@ -80,128 +80,78 @@ def test_only_the_adapter_takes_gradients(tiny_folder: Path) -> None:
     assert not any(module.training for module in model.modules())
 
 
-def test_the_forward_is_that_of_the_formula(tiny_folder: Path) -> None:
-    model: Any = adapted(tiny_folder, rank=4, alpha=12)
+@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 12 / 4), (True, 12 / 2)])
+def test_the_forward_is_that_of_the_formula(tiny_folder: Path, use_rslora: bool, scale: float) -> None:
+    """A rank-stabilised adapter is scaled by the root of its rank, 4."""
+    model: Any = adapted(tiny_folder, rank=4, alpha=12, use_rslora=use_rslora)
     layer = model.model.layers[1].mlp.down_proj
     x = torch.randn(3, 128)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     assert (a.shape, b.shape) == ((4, 128), (64, 4))
-    expected = x @ layer.base_layer.weight.T + 12 / 4 * (x @ a.T) @ b.T
-    assert torch.allclose(layer(x), expected, atol=1e-6)
+    expected = x @ layer.base_layer.weight.T + scale * (x @ a.T) @ b.T
+    assert torch.allclose(layer(x), expected, atol=1e-5)
 
 
-def test_with_the_adapter_off_the_model_is_the_one_it_was(tiny_folder: Path) -> None:
-    plain = logits(load_model(tiny_folder, ModelSettings(path="")))
-    model = adapted(tiny_folder)
-    on = logits(model)
-    assert not torch.allclose(on, plain)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    with adapter_off(model) as reference:
-        assert torch.equal(logits(reference), plain)
-    assert torch.equal(logits(model), on)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
-    with pytest.raises(ZeroDivisionError), adapter_off(model):
-        raise ZeroDivisionError
-    assert torch.equal(logits(model), on)
-
-
-def test_merged_weights_have_a_plain_checkpoints_names_and_leave_the_model_bit_identical(tiny_folder: Path) -> None:
-    plain = load_model(tiny_folder, ModelSettings(path=""))
-    model = adapted(tiny_folder)
-    before = contents(model)
-    merged = MergedWeights(model)
-    assert isinstance(merged, Mapping)
-    assert set(merged) == set(plain.state_dict())
-    assert len(merged) == len(plain.state_dict())
-    assert all(merged[name].shape == tensor.shape for name, tensor in plain.state_dict().items())
-    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
-    assert contents(model) == before
-    layer: Any = model.model.layers[0].self_attn.k_proj
-    a, b = (layer.get_parameter(f"lora_{f}.default.weight").double() for f in "AB")
-    expected = layer.base_layer.weight.double() + 2.0 * b @ a
-    assert torch.allclose(merged["model.layers.0.self_attn.k_proj.weight"].double(), expected, atol=1e-7)
-
-
-def test_a_plain_model_with_the_merged_weights_computes_the_same(tiny_folder: Path) -> None:
-    model = adapted(tiny_folder)
-    plain = load_model(tiny_folder, ModelSettings(path=""))
-    plain.load_state_dict(dict(MergedWeights(model)))
-    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
-
-
-VARIANTS = [{"use_rslora": True}, {"use_dora": True}, {"init_lora_weights": LoRAInit.gaussian}]
-VARIANTS += [{"init_lora_weights": LoRAInit.orthogonal}]
+VARIANTS = [{}, {"use_rslora": True}, {"use_dora": True}]
+VARIANTS += [{"init_lora_weights": init} for init in (LoRAInit.gaussian, LoRAInit.orthogonal)]
 
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
-def test_every_kind_of_adapter_begins_as_nothing_and_is_merged_and_saved_as_peft_reads_it(
+def test_an_adapter_begins_as_nothing_and_is_merged_and_saved(
     tiny_folder: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     plain = load_model(tiny_folder, ModelSettings(path=""))
     assert torch.allclose(logits(adapted(tiny_folder, changed=False, **settings)), logits(plain), atol=1e-5)
     model = adapted(tiny_folder, **settings)
+    before, on, trained = contents(model), logits(model), trained_by(model)
+    assert not torch.allclose(on, logits(plain))
     with adapter_off(model) as reference:
         assert torch.equal(logits(reference), logits(plain))
+    with pytest.raises(ZeroDivisionError), adapter_off(model):
+        raise ZeroDivisionError
+    assert torch.equal(logits(model), on)
+    assert trained_by(model) == trained
     save_adapter(model, tmp_path)
     other = adapted(tiny_folder, changed=False, **settings)
+    assert contents(other) != contents(model)
     load_adapter(other, tmp_path)
     assert contents(other) == contents(model)
     with_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_folder), str(tmp_path))
     assert torch.allclose(logits(with_peft), logits(model), atol=1e-5)
     plain.load_state_dict(dict(MergedWeights(model)))
+    assert contents(model) == before
     assert torch.allclose(logits(plain), logits(model), atol=1e-4)
 
 
-def test_a_rank_stabilised_adapter_is_scaled_by_the_root_of_its_rank(tiny_folder: Path) -> None:
-    model: Any = adapted(tiny_folder, rank=4, alpha=12, use_rslora=True)
-    layer = model.model.layers[0].mlp.down_proj
-    x = torch.randn(2, 128)
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    expected = x @ layer.base_layer.weight.T + 12 / 2 * (x @ a.T) @ b.T
-    assert torch.allclose(layer(x), expected, atol=1e-5)
-
-
-def test_plain_peft_loads_what_is_saved(tiny_folder: Path, tmp_path: Path) -> None:
-    model = adapted(tiny_folder)
-    save_adapter(model, tmp_path / "adapter")
-    base = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    assert torch.allclose(logits(loaded), logits(model), atol=1e-6)
-    auto = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "adapter"))
-    assert torch.equal(logits(auto), logits(loaded))
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, sorted(LAYERS))
-
-
-def test_an_adapter_is_loaded_bit_by_bit(tiny_folder: Path, tmp_path: Path) -> None:
+def test_peft_finds_the_model_of_what_is_saved(tiny_folder: Path, tmp_path: Path) -> None:
     model = adapted(tiny_folder)
     save_adapter(model, tmp_path)
-    other = adapted(tiny_folder, changed=False)
-    assert contents(other) != contents(model)
-    load_adapter(other, tmp_path)
-    assert contents(other) == contents(model)
+    with_peft = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path))
+    assert torch.allclose(logits(with_peft), logits(model), atol=1e-6)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, sorted(LAYERS))
 
 
 def test_an_adapter_of_another_rank_or_alpha_or_of_other_layers_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     save_adapter(adapted(tiny_folder), tmp_path)
-    for model in (adapted(tiny_folder, rank=8), adapted(tiny_folder, target_modules=["q_proj"])):
+    others: dict[str, dict[str, Any]] = {
+        "lora.rank": {"rank": 8},
+        "lora.target_modules": {"target_modules": ["q_proj"]},
+        "lora.use_rslora=False": {"use_rslora": True},
+        "lora.alpha=8": {"alpha": 64},
+    }
+    for key, settings in others.items():
+        model = adapted(tiny_folder, **settings)
         before = contents(model)
-        with pytest.raises(CheckpointError, match=r"does not fit the model: go on with the lora\.rank"):
+        with pytest.raises(CheckpointError, match=re.escape(key)):
             load_adapter(model, tmp_path)
         assert contents(model) == before
-    with pytest.raises(CheckpointError, match=r"was begun with lora\.use_rslora=False: go on with that"):
-        load_adapter(adapted(tiny_folder, use_rslora=True), tmp_path)
-    louder = adapted(tiny_folder, alpha=64)
-    before = contents(louder)
-    with pytest.raises(CheckpointError, match=r"was begun with lora\.alpha=8: go on with that"):
-        load_adapter(louder, tmp_path)
-    assert contents(louder) == before
-    with pytest.raises(CheckpointError, match="holds no adapter"):
+    with pytest.raises(CheckpointError, match=r"lora\.enabled"):
         load_adapter(adapted(tiny_folder), tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
-def test_adapter_leaves_experts_alone_and_is_merged_under_the_models_names(kind: str) -> None:
+def test_an_adapter_leaves_experts_and_names_alone(kind: str) -> None:
     model = tiny_model(kind)
     own = set(model.state_dict())
     add_adapter(model, LoRASettings(enabled=True, rank=4, alpha=8), "base")
@@ -209,38 +159,26 @@ def test_adapter_leaves_experts_alone_and_is_merged_under_the_models_names(kind:
     assert not any(".experts." in name for name, tensor in model.named_parameters() if tensor.requires_grad)
 
 
-def test_shared_expert_that_peft_takes_for_the_routed_ones_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"names down_proj, which peft takes for the experts of Qwen3NextForCausalLM"):
-        add_adapter(tiny_model("qwen3_next"), LoRASettings(enabled=True, target_modules=["down_proj"]), "base")
-
-
-def test_layer_that_peft_cannot_adapt_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"lora\.enabled=true: .*out_proj.*; name the layers in lora\.target_modules"):
-        add_adapter(tiny_model("falcon_h1"), LoRASettings(enabled=True), "base")
+@pytest.mark.parametrize(
+    ("kind", "targets", "named"),
+    [
+        ("qwen3_next", ["down_proj"], r"down_proj, .*Qwen3NextForCausalLM"),  # peft takes it for the routed experts
+        ("falcon_h1", None, r"out_proj.*lora\.target_modules"),  # which peft does not adapt
+        ("llama", ["qproj"], r"qproj.* q_proj"),
+        ("llama", ["lm_head"], r"lm_head.* down_proj"),
+    ],
+)
+def test_a_layer_that_cannot_be_adapted_is_named(kind: str, targets: list[str] | None, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        add_adapter(tiny_model(kind), LoRASettings(enabled=True, target_modules=targets), "base")
 
 
 def test_target_modules_are_looked_up_in_the_model(tiny_folder: Path) -> None:
     model = adapted(tiny_folder, target_modules=["self_attn.q_proj", "down_proj"])
-    named = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
-    assert named == {"q_proj", "down_proj"}
-    with pytest.raises(ConfigError, match=r"names qproj, which is not a linear layer of the model; did you mean q_p"):
-        adapted(tiny_folder, target_modules=["qproj"])
-    with pytest.raises(ConfigError, match=r"names lm_head, .*there are down_proj, gate_proj"):
-        adapted(tiny_folder, target_modules=["lm_head"])
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained_by(model)} == {"q_proj", "down_proj"}
 
 
-def test_an_export_is_a_plain_folder_with_the_adapter_merged(tiny_folder: Path, tmp_path: Path) -> None:
-    model = adapted(tiny_folder)
-    before = contents(model)
-    save_model(model, load_tokenizer(tiny_folder), tmp_path)
-    assert contents(model) == before
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not is_adapted(plain)
-    assert set(plain.state_dict()) == set(load_model(tiny_folder, ModelSettings(path="")).state_dict())
-    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
-
-
-def test_an_adapters_folder_stands_for_its_model_with_the_adapter_merged(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_adapters_folder_stands_for_its_merged_model(tiny_folder: Path, tmp_path: Path) -> None:
     model = adapted(tiny_folder)
     save_adapter(model, tmp_path / "adapter")
     found = locate_model(str(tmp_path / "adapter"))
@@ -268,8 +206,6 @@ def test_an_adapters_folder_stands_for_its_model_with_the_adapter_merged(tiny_fo
 def test_adapter_on_one_of_two_tied_weights_leaves_the_other(
     chosen: dict[str, Any], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    import peft
-
     config = peft.LoraConfig(r=4, lora_alpha=64, init_lora_weights=False, task_type="CAUSAL_LM", **chosen)
     config.base_model_name_or_path = str(tiny_folder)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_folder), config)
@@ -289,7 +225,7 @@ def test_merge_that_changes_the_model_is_refused(
 ) -> None:
     save_adapter(adapted(tiny_folder), tmp_path)
     monkeypatch.setattr("peft.LoraModel.merge_and_unload", lambda tuner, **_: tuner.unload())  # drops the adapter
-    with pytest.raises(ConfigError, match=r"cannot be merged: log-probs of the merged model are up to [\d.]+ off"):
+    with pytest.raises(ConfigError, match=r"[\d.]+ off"):
         merged_with(load_model(tiny_folder, ModelSettings(path="")), tmp_path)
 
 
@@ -297,22 +233,18 @@ def test_an_adapter_for_another_model_is_refused(tiny_folder: Path, tmp_path: Pa
     save_adapter(adapted(tiny_folder), tmp_path)
     plain = load_model(tiny_folder, ModelSettings(path=""))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    for change, said in (
-        ({"target_modules": ["query"]}, "does not fit the model it is for"),
-        ({"peft_type": "IA3"}, "does not fit the model it is for"),
-        ({"r": 8}, "does not fit the model it is for"),
-    ):
+    for change in ({"target_modules": ["query"]}, {"peft_type": "IA3"}, {"r": 8}):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
             merged_with(plain, tmp_path)
 
 
-def test_an_adapter_is_described_by_what_it_costs(tiny_folder: Path) -> None:
-    # 8,192 parameters beside the model's 90,624
-    assert describe_adapter(adapted(tiny_folder)) == "rank 4, alpha 8, 14 layers, 9.04% as many parameters"
+def test_an_adapter_is_described_by_what_it_costs(tiny_folder: Path, says: Says) -> None:
+    """8,192 parameters beside the model's 90,624."""
+    says("model", describe_adapter(adapted(tiny_folder)))
 
 
 def test_settings_of_lora_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"lora\.rank means nothing while lora\.enabled=false"):
+    with pytest.raises(ConfigError, match=r"lora\.rank .*lora\.enabled=false"):
         LoRASettings(rank=8)
     assert LoRASettings(enabled=True, rank=1024).rank == 1024

@@ -41,17 +41,12 @@ def process(code: str) -> Iterator[int]:
         running.kill()
 
 
-def held() -> int:
-    """Bytes of this process's own memory."""
-    return smaps_rollup(os.getpid())["Pss_Anon"]
-
-
 def test_the_allocator_takes_the_settings_where_it_is_glibc() -> None:
     assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
 
 
 @linux_only
-def test_the_peak_counts_a_process_below_this_one_and_stays_when_it_has_ended() -> None:
+def test_the_peak_counts_a_process_below_this_one_and_stays() -> None:
     watch = MemoryWatch()
     before = watch.metrics(CPU)["memory/peak_gb"]
     with process(HOLD.format(size=200_000_000)) as child:
@@ -63,8 +58,7 @@ def test_the_peak_counts_a_process_below_this_one_and_stays_when_it_has_ended() 
 
 
 @linux_only
-def test_what_is_held_between_two_steps_is_seen_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "LOOK_EVERY", 0.01)
+def test_what_is_held_between_two_steps_is_seen_by_the_thread() -> None:
     watch = MemoryWatch()
     before = watch.look()
     watch.start()
@@ -88,7 +82,7 @@ def test_without_proc_the_most_of_this_process_is_taken(monkeypatch: pytest.Monk
     assert MemoryWatch().metrics(CPU) == {"memory/peak_gb": 3.072}
 
 
-def test_on_a_gpu_the_peak_is_its_own_and_the_machines_stands_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_peak_is_its_own_beside_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5_000_000_000)
     monkeypatch.setattr(MemoryWatch, "look", lambda self: 2_000_000_000)
     assert MemoryWatch().metrics(torch.device("cuda")) == {"memory/peak_gb": 5.0, "memory/host_gb": 2.0}

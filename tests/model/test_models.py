@@ -5,27 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.chat import load_policy
 from rlpost.config.compose import compose
 from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.estimate.shape import HUB_MODELS
-from rlpost.model import locate, sharding
-from rlpost.model.conversion import tiny_tokenizer
+from rlpost.model import locate
+from rlpost.model.conversion import build_tiny, tiny_tokenizer
 from rlpost.model.device import pick_device
 from rlpost.model.load import describe, load_model
 from rlpost.model.locate import locate_model
-from rlpost.model.sharding import ShardingPlan
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.settings import DType, ModelSettings
@@ -35,8 +32,6 @@ from rlpost.weight_sync.base import named_weights
 
 
 def test_the_tiny_model_is_a_plain_folder_built_once_and_always_alike(tiny_folder: Path, tmp_path: Path) -> None:
-    from rlpost.model.conversion import build_tiny
-
     assert locate_model("builtin:tiny") == tiny_folder
     build_tiny(tmp_path)
     here, there = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_folder, tmp_path))
@@ -64,24 +59,8 @@ def test_weights_are_loaded_in_the_asked_format_and_without_dropout(tiny_folder:
 def test_pickled_weights_are_refused(tmp_path: Path, tiny_folder: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_folder / "config.json").read_text())
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    with pytest.raises(ConfigError, match=r"no file named model\.safetensors"):
+    with pytest.raises(ConfigError, match="safetensors"):
         load_model(tmp_path, ModelSettings(path=""))
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no chat template.*model\.chat_template=plain, chatml or FILE\.jinja"):
-        load_tokenizer(tmp_path)
-
-
-def test_an_unreachable_hub_is_named_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    started = time.monotonic()
-    with pytest.raises(DataError, match=r"model\.path=nobody/nothing is neither a local folder nor to be had"):
-        locate_model("nobody/nothing")
-    assert time.monotonic() - started < 60
 
 
 def test_an_unknown_device_is_refused() -> None:
@@ -96,11 +75,6 @@ def test_a_tied_head_is_pushed_under_its_own_name(tiny_folder: Path) -> None:
     assert set(weights) == set(model.state_dict())
 
 
-def test_only_what_holds_weights_can_be_pushed() -> None:
-    with pytest.raises(TypeError, match="not from int"):
-        list(named_weights(cast("Any", 3)))
-
-
 def with_weights(source: Path, folder: Path, change: Any) -> Path:
     """A copy of a model's folder whose tensors `change` has changed."""
     shutil.copytree(source, folder)
@@ -112,7 +86,7 @@ def with_weights(source: Path, folder: Path, change: Any) -> Path:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_not_finite_are_refused_by_the_name_of_the_tensor(
+def test_a_tensor_that_is_not_finite_is_refused_by_name(
     value: float, dtype: torch.dtype, tmp_path: Path, tiny_folder: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
@@ -122,32 +96,32 @@ def test_weights_that_are_not_finite_are_refused_by_the_name_of_the_tensor(
         weights[name][3, 5] = value
 
     folder = with_weights(tiny_folder, tmp_path / "m", change)
-    with pytest.raises(DataError, match=rf"{name} in .*model\.safetensors holds NaN or infinity"):
+    with pytest.raises(DataError, match=name):
         locate_model(str(folder))
 
 
 def test_weights_that_lack_a_tensor_are_refused_rather_than_drawn(tmp_path: Path, tiny_folder: Path) -> None:
     folder = with_weights(tiny_folder, tmp_path / "m", lambda weights: weights.pop("model.norm.weight"))
-    with pytest.raises(ConfigError, match=r"lacks the weights model\.norm\.weight, which its model has"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
         load_model(locate_model(str(folder)), ModelSettings(path=""))
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [({"hidden_size": 32}, "cannot be loaded"), ({"model_type": "no_such_model"}, "cannot be loaded.*no_such_model")],
+    ("changed", "named"),
+    [({"hidden_size": 32}, "mismatched_sizes"), ({"model_type": "no_such_model"}, "no_such_model")],
 )
-def test_a_configuration_that_the_weights_do_not_fit_is_an_error_in_one_line(
-    changed: dict[str, Any], message: str, tmp_path: Path, tiny_folder: Path
+def test_a_configuration_that_does_not_fit_is_named_in_one_line(
+    changed: dict[str, Any], named: str, tmp_path: Path, tiny_folder: Path
 ) -> None:
     shutil.copytree(tiny_folder, tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | changed))
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=named) as refused:
         load_model(tmp_path / "m", ModelSettings(path=""))
     assert "\n" not in str(refused.value)
 
 
-def test_a_flipped_byte_of_a_checkpoint_is_refused_by_eval_chat_and_train(
+def test_a_flipped_byte_is_refused_by_eval_chat_and_train(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -172,12 +146,10 @@ def test_a_flipped_byte_of_a_checkpoint_is_refused_by_eval_chat_and_train(
         lambda path: assemble_sft(compose(TRAIN_SFT, ["env.limit=2", f"model={path}"]).settings),
         lambda path: load_policy(ModelSettings(path=path)),
     ]
-    for refuses in refusing:
-        with pytest.raises(CheckpointError, match=r"model/model\.safetensors is not what was written"):
-            refuses("runs/a")
-    for path in ("runs/a/checkpoints/step-000002", "runs/a/checkpoints/latest/model"):
-        with pytest.raises(CheckpointError, match="give another one as the model"):
-            locate_model(path)
+    folders = [Path("runs/a/checkpoints/step-000002"), Path("runs/a/checkpoints/latest/model")]
+    for refuses, path in [*((each, "runs/a") for each in refusing), *((locate_model, str(each)) for each in folders)]:
+        with pytest.raises(CheckpointError, match=r"model/model\.safetensors"):
+            refuses(path)
 
 
 def write_gguf(file: Path, architecture: str = "llama") -> dict[str, np.ndarray]:
@@ -228,7 +200,7 @@ def test_a_gguf_file_is_a_model_and_converted_once(tmp_path: Path, monkeypatch: 
     tokenizer = load_tokenizer(folder, settings)
     assert tokenizer("cab")["input_ids"] == [tokenizer.convert_tokens_to_ids("c"), 259]
     write_gguf(tmp_path / "x.gguf", "no_such_architecture")  # the same name, another file
-    with pytest.raises(ConfigError, match=r"x\.gguf cannot be converted: .*no_such_architecture.*; take the model as"):
+    with pytest.raises(ConfigError, match=r"x\.gguf .*no_such_architecture"):
         locate_model("x.gguf")
 
 
@@ -243,28 +215,3 @@ def test_a_large_file_is_read_for_nan_once(tmp_path: Path, tiny_folder: Path, mo
     os.utime(folder / "model.safetensors", ns=(1, 1))
     locate_model(str(folder))
     assert len(read) == 2
-
-
-def test_seven_billion_weights_are_divided_before_any_has_memory(
-    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HUB_MODELS["Qwen/Qwen2.5-7B-Instruct"].config))
-    asked: dict[str, Any] = {}
-
-    def shard(model: Any, plan: ShardingPlan) -> None:
-        asked["at the division"] = {p.device.type for p in model.parameters()}
-        asked["buffers"] = {buffer.device.type for buffer in model.buffers()}
-
-    def shapes(folder: Path) -> dict[str, torch.Size]:
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        return {name: p.shape for name, p in whole.named_parameters()}
-
-    monkeypatch.setattr(sharding, "shard", shard)
-    monkeypatch.setattr(sharding, "trainable_verdict", lambda model: None)
-    monkeypatch.setattr(sharding, "_shapes", shapes)
-    monkeypatch.setattr(sharding, "_read_shards", lambda tensors, folder: asked.update(read=set(tensors)))
-    model: Any = sharding.load_sharded(tmp_path, torch.float32, torch.device("meta"), ShardingPlan())
-    assert (asked["at the division"], asked["buffers"]) == ({"meta"}, {"cpu"})
-    assert asked["read"] == shapes(tmp_path).keys()
-    assert sum(p.numel() for p in model.parameters()) == 7_615_616_512

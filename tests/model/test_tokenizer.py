@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.data.chat import stop_ids
@@ -30,40 +30,29 @@ from rlpost.policies.transformers import TransformersWrapper
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import ModelSettings, SamplingSettings, VLLMSettings
 from tests.export.checkpoints import byte_level
+from tests.model_families import tiny_model
 from tests.trainings import train_in
 
 TEXT = " the cat sat:  what is 17 + 2512?\n\nit's for the mat"
-# hidden size, heads x head size, head size, vocabulary and tokenizer all differ
-SHAPE = {
-    "hidden_size": 160,
-    "intermediate_size": 224,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-    "num_key_value_heads": 2,
-    "vocab_size": 333,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-}
 
 
-def folder_of(folder: Path, tokenizer: Any, kind: str = "llama", **config: Any) -> Path:
+def folder_of(folder: Path, tokenizer: Any, kind: str) -> Path:
     """A random model of family `kind` in `folder`, with `tokenizer`."""
-    settings = {**SHAPE, "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True, **config}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
-    model.save_pretrained(folder)
+    own: dict[str, Any] = {"vocab_size": 333, "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True}
+    tiny_model(kind, **own).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def name_class(folder: Path, name: str = "LlamaTokenizerFast") -> Path:
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": name}))
     return folder
 
 
 def as_deepseek_ships_it(folder: Path, kind: str) -> Path:
     """A byte-level tokenizer.json whose tokenizer_config.json names Llama's class, as DeepSeek's do."""
-    folder_of(folder, byte_level(), kind)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizerFast"}))
-    return folder
+    return name_class(folder_of(folder, byte_level(), kind))
 
 
 def ids_in(folder: Path) -> list[int]:
@@ -96,8 +85,7 @@ def test_the_file_alone_is_read_where_it_gives_the_same_tokenizer(tmp_path: Path
     opened = load_tokenizer(folder, settings)
     assert quick(TEXT)["input_ids"] == opened(TEXT)["input_ids"]
     assert quick.special_tokens_map == opened.special_tokens_map
-    config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "RobertaTokenizer"}))
+    name_class(folder, "RobertaTokenizer")
     assert ids_by(load_tokenizer(folder, settings)) == ids_in(folder)
     assert tokenizer_from_file(settings) is None  # its class puts other ids around a text
     assert tokenizer_from_file(ModelSettings(path="some/model-of-the-hub")) is None
@@ -115,14 +103,11 @@ def test_facts_follow_the_files_and_the_chosen_template(tmp_path: Path, tiny_fol
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "m"))
     assert tokenizer_facts(folder).problem == ""
     (folder / "chat_template.jinja").unlink()
-    assert f"the tokenizer of {folder} has no chat template" in tokenizer_facts(folder).problem
     copied = Path(shutil.copytree(folder, tmp_path / "copied"))
-    assert f"the tokenizer of {copied} has no chat template" in tokenizer_facts(copied).problem
+    for each in (folder, copied):
+        assert f"{each} has no" in tokenizer_facts(each).problem
     assert tokenizer_facts(folder, ModelSettings(path="m", chat_template="chatml")).end == "<|im_end|>"
-    assert (
-        "ends a turn with no special token"
-        in tokenizer_facts(folder, ModelSettings(path="m", chat_template="llama3")).problem
-    )
+    assert "special token" in tokenizer_facts(folder, ModelSettings(path="m", chat_template="llama3")).problem
 
 
 def test_run_that_began_with_other_ids_is_not_resumed(tmp_path: Path) -> None:
@@ -136,25 +121,8 @@ def test_run_that_began_with_other_ids_is_not_resumed(tmp_path: Path) -> None:
     manifest = saved.parent / "manifest.json"
     entries = {name: entry for name, entry in json.loads(manifest.read_text()).items() if "token" not in name}
     manifest.write_text(json.dumps(entries))
-    with pytest.raises(CheckpointError, match=r"read text as other ids .* than the tokenizer\.json of its model"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         train_in(TRAIN_GRPO, tmp_path / "run", [*words, "steps=2"], resume="auto")
-
-
-@pytest.mark.vllm
-def test_vllm_finds_stop_strings_with_spaces_by_the_ids_of_the_file(tmp_path: Path) -> None:
-    folder = as_deepseek_ships_it(tmp_path / "m", "llama")
-    tokenizer = load_tokenizer(folder)
-    piece = next(token for token in tokenizer.get_vocab() if token.startswith("Ġ") and len(token) > 2)
-    token, word = tokenizer.convert_tokens_to_ids(piece), piece[1:]
-    always_says(folder, token).save_pretrained(folder)
-    policy = vLLMWrapper(folder, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
-    policy.start()
-    try:
-        stopping = SamplingSettings(temperature=0, stop=[f"{word} {word}"])
-        [made] = policy.generate([Request([5, 6], 9, seed=0)], stopping)
-    finally:
-        policy.close()
-    assert (made.token_ids, made.finish_reason) == ([token, token], "stop")
 
 
 # Where a turn ends
@@ -162,26 +130,23 @@ def test_vllm_finds_stop_strings_with_spaces_by_the_ids_of_the_file(tmp_path: Pa
 
 def base_model(folder: Path) -> Path:
     """A base model as Qwen2.5's: ChatML turns, and <|endoftext|> as the eos token in all of its files."""
-    tokenizer = byte_level()
-    tokenizer = open_tokenizer(_saved(tokenizer, folder.with_name("source")))
+    source = folder.with_name("source")
+    byte_level().save_pretrained(source)
+    tokenizer = open_tokenizer(source)
     tokenizer.eos_token = tokenizer.pad_token = "<|endoftext|>"
-    return folder_of(folder, tokenizer, "llama", eos_token_id=tokenizer.eos_token_id)
+    return folder_of(folder, tokenizer, "llama")
 
 
-def _saved(tokenizer: Any, folder: Path) -> Path:
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def always_says(folder: Path, token: int) -> Any:
-    """The model in `folder`, which now gives `token` behind anything."""
+def answering(folder: Path, answers: dict[int, int]) -> Any:
+    """The model in `folder`, which now gives a token's answer behind it, and behind the answer again."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0)
-        model.model.embed_tokens.weight[:, 0] = 1.0
         model.model.norm.weight.fill_(1.0)
-        model.model.embed_tokens.weight[token, 0] = 9.0  # the tied head
+        for place, (token, answer) in enumerate(answers.items()):
+            model.model.embed_tokens.weight[token, place] = 1.0
+            model.model.embed_tokens.weight[answer, place] = 9.0  # the tied head
     return model
 
 
@@ -191,17 +156,17 @@ def test_base_models_end_of_turn_ends_its_completions(tmp_path: Path) -> None:
     end, eos = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
     assert tokenizer.eos_token_id == eos
     assert stop_ids(tokenizer) == [end, eos]
-    for token in (end, eos):
-        policy = TransformersWrapper(always_says(folder, token), tokenizer)
-        [completion] = policy.generate([Request([5, 6], 9, seed=0)], SamplingSettings(temperature=0))
-        assert (completion.token_ids, completion.finish_reason) == ([token], "stop")
+    policy = TransformersWrapper(answering(folder, {5: end, 6: eos}), tokenizer)
+    requests = [Request([6, 5], 9, seed=0), Request([5, 6], 9, seed=0)]
+    made = policy.generate(requests, SamplingSettings(temperature=0))
+    assert [(each.token_ids, each.finish_reason) for each in made] == [([end], "stop"), ([eos], "stop")]
 
 
 def test_saved_model_stops_elsewhere_too(tmp_path: Path) -> None:
     folder = base_model(tmp_path / "m")
     tokenizer = load_tokenizer(folder)
     end, eos = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
-    save_model(always_says(folder, end), tokenizer, tmp_path / "saved")
+    save_model(answering(folder, {6: end}), tokenizer, tmp_path / "saved")
     for name in ("generation_config.json", "config.json"):
         assert json.loads((tmp_path / "saved" / name).read_text())["eos_token_id"] == [end, eos]
     plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -211,24 +176,27 @@ def test_saved_model_stops_elsewhere_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_vllm_stops_at_the_end_of_turn_of_a_base_model(tmp_path: Path) -> None:
-    folder = base_model(tmp_path / "m")
+def test_vllm_stops_at_the_end_of_turn_and_at_strings_with_spaces(tmp_path: Path) -> None:
+    folder = name_class(base_model(tmp_path / "m"))
     tokenizer = load_tokenizer(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    always_says(folder, end).save_pretrained(folder)
+    piece = next(token for token in tokenizer.get_vocab() if token.startswith("Ġ") and len(token) > 2)
+    token, word = tokenizer.convert_tokens_to_ids(piece), piece[1:]
+    answering(folder, {5: token, 6: end}).save_pretrained(folder)
     policy = vLLMWrapper(folder, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
     policy.start()
     try:
-        [made] = policy.generate([Request([5, 6], 9, seed=0)], SamplingSettings(temperature=0))
+        stopping = SamplingSettings(temperature=0, stop=[f"{word} {word}"])
+        made = policy.generate([Request([6, 5], 9, seed=0), Request([5, 6], 9, seed=0)], stopping)
     finally:
         policy.close()
-    assert (made.token_ids, made.finish_reason) == ([end], "stop")
+    assert [(each.token_ids, each.finish_reason) for each in made] == [([token, token], "stop"), ([end], "stop")]
 
 
 # An adapter's own tokenizer
 
 
-def test_adapter_is_evaluated_with_the_tokenizer_that_was_saved_with_it(tmp_path: Path) -> None:
+def test_adapter_is_evaluated_with_its_own_tokenizer(tmp_path: Path) -> None:
     import peft
 
     base = folder_of(tmp_path / "base", byte_level(), "qwen3")

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import cmath
 import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +33,7 @@ class Batch:
 
 @dataclass
 class Choice:
-    """What a loss is made of; coefficients are those of the variant."""
+    """What a loss is made of, as `policy_loss` is given it; coefficients are those of the variant."""
 
     variant: str
     aggregation: str
@@ -39,9 +41,9 @@ class Choice:
     kl_estimator: str = "k3"
     kl_coef: float = 0.0
     sampler_kl_coef: float = 0.0
-    correction: str = "none"
-    low: float = 0.0
-    high: float = 0.0
+    sampler_correction: str = "none"
+    sampler_ratio_low: float | None = None
+    sampler_ratio_high: float | None = None
     off_policy_mask: float | None = None
     normaliser: float | None = None
 
@@ -150,23 +152,26 @@ def kl_term(estimator: str, x: Any, frozen: float, other: float, old: float) -> 
 
 def sampler_weight(choice: Choice, batch: Batch, row: int, t: int) -> tuple[float, bool]:
     """w = π_old/µ of a token after the correction, and whether a bound changed it."""
-    kind, _, level = choice.correction.partition("_")
+    kind, _, level = choice.sampler_correction.partition("_")
+    low, high = choice.sampler_ratio_low, choice.sampler_ratio_high
     if kind == "none":
         return 1.0, False
+    assert low is not None
+    assert high is not None
     if kind == "geo":
         mean = exp(
             sum(batch.old[row][s] - batch.sampler[row][s] for s in trained(batch, row)) / len(trained(batch, row))
         )
-        own = exp(batch.old[row][t] - batch.sampler[row][t]) if choice.correction == "geo_mask_tis" else 1.0
-        inside = choice.low <= mean <= choice.high
+        own = exp(batch.old[row][t] - batch.sampler[row][t]) if choice.sampler_correction == "geo_mask_tis" else 1.0
+        inside = low <= mean <= high
         return (min(own, 2.0) if inside else 0.0), not inside or own > 2.0
     tokens = trained(batch, row) if level == "sequence" else [t]
     weight = 1.0
     for s in tokens:
         weight *= exp(batch.old[row][s]) / exp(batch.sampler[row][s])
     if kind == "tis":
-        return min(weight, choice.high), weight > choice.high
-    inside = choice.low <= weight <= choice.high
+        return min(weight, high), weight > high
+    inside = low <= weight <= high
     return (weight if inside else 0.0), not inside
 
 
@@ -207,27 +212,19 @@ def loss(choice: Choice, x: Table, frozen: Table, batch: Batch) -> float:
 
 def gradient(choice: Choice, x: Table, batch: Batch) -> Table:
     """∂loss/∂x; 0 where the mask is False."""
-    slopes = [[0.0] * len(x[0]) for _ in x]
+    return slopes(lambda moved: loss(choice, moved, x, batch), x, batch)
+
+
+def slopes(value: Callable[[Table], Any], x: Table, batch: Batch) -> Table:
+    """The derivatives of `value` at `x`; 0 where the mask is False."""
+    found = [[0.0] * len(x[0]) for _ in x]
     step = 1e-30
     for row in range(len(x)):
         for t in trained(batch, row):
             moved = [list(r) for r in x]
             moved[row][t] = complex(x[row][t], step)
-            slopes[row][t] = loss(choice, moved, x, batch).imag / step
-    return slopes
-
-
-MEANS = (
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "ratio_mean",
-    "kl_to_old",
-    "kl_to_ref",
-    "kl_to_sampler",
-    "sampler_gap",
-    "sampler_weight_mean",
-    "sampler_cut_fraction",
-)
+            found[row][t] = value(moved).imag / step
+    return found
 
 
 def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
@@ -235,7 +232,7 @@ def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
     c = choice.coefficients
     low, high = 1 - c.get("clip_low", 1e9), 1 + c.get("clip_high", 1e9)  # no bound: reinforce
     ceiling = c.get("max_ratio", 1e9)
-    sums = dict.fromkeys(MEANS, 0.0)
+    sums: dict[str, float] = defaultdict(float)
     count, squares = 0, 0.0
     of_sampler: list[float] = []  # pi_old / mu
     for row in range(len(x)):

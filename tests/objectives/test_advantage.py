@@ -11,15 +11,19 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlpost.data.conversation import Conversation
 from rlpost.model.packing import rows_of
 from rlpost.objectives.advantage import (
     ESTIMATORS,
-    GROUP_ESTIMATORS,
     advantages,
     equal_up_to_rounding,
     give_advantages,
+    has_spread,
+    length_penalty,
     penalise_length,
+    penalise_overlong,
     shuffled,
+    soft_overlong_penalty,
     token_advantages,
 )
 from rlpost.torchrl.batches import concat_rows
@@ -38,38 +42,30 @@ def taken(
     ).tolist()
 
 
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [
-        ("grpo", [1.4929, -0.3604, -0.5663, -0.5663]),  # mean 0.275, std 0.485627
-        ("dr_grpo", [0.725, -0.175, -0.275, -0.275]),
-        ("rloo", [1 - 0.1 / 3, 0.1 - 1 / 3, -1.1 / 3, -1.1 / 3]),
-        ("reinforce_pp", [1.4929, -0.3604, -0.5663, -0.5663]),  # one group is the whole batch
-        ("reinforce_pp_baseline", [1.4929, -0.3604, -0.5663, -0.5663]),
-        ("lite_ppo", [1.4929, -0.3604, -0.5663, -0.5663]),
-        ("gdpo", [1.4929, -0.3604, -0.5663, -0.5663]),
-        ("rloo_batch", [1 - 0.1 / 3, 0.1 - 1 / 3, -1.1 / 3, -1.1 / 3]),
-        ("maxrl", [0.725 / 0.275, -0.175 / 0.275, -1.0, -1.0]),
-    ],
-)
-def test_one_group_by_hand(estimator: str, expected: list[float]) -> None:
-    assert taken(estimator, [1.0, 0.1, 0.0, 0.0]) == pytest.approx(expected, abs=1e-4)
+WHITENED = [1.4929, -0.3604, -0.5663, -0.5663]  # mean 0.275, std 0.485627
+LEFT_OUT = [1 - 0.1 / 3, 0.1 - 1 / 3, -1.1 / 3, -1.1 / 3]
+OF_ONE_GROUP = {
+    **dict.fromkeys(("grpo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "gdpo"), WHITENED),
+    **dict.fromkeys(("rloo", "rloo_batch"), LEFT_OUT),
+    "dr_grpo": [0.725, -0.175, -0.275, -0.275],
+    "maxrl": [0.725 / 0.275, -0.175 / 0.275, -1.0, -1.0],
+}
+# group 0 is [1, 0], group 1 is [4, 2]; the batch's mean is 7/4, its variance (9 + 49 + 81 + 1) / 16 / 3 = 35 / 12;
+# centred in their groups they are [.5, -.5, 1, -1], of variance 2.5 / 3
+OF_TWO_GROUPS = {
+    "grpo": [0.707107, -0.707107, 0.707107, -0.707107],
+    "reinforce_pp": [r / math.sqrt(35 / 12) for r in (-0.75, -1.75, 2.25, 0.25)],
+    "reinforce_pp_baseline": [r / math.sqrt(2.5 / 3) for r in (0.5, -0.5, 1, -1)],
+    "lite_ppo": [r / math.sqrt(35 / 12) for r in (0.5, -0.5, 1, -1)],
+}
 
 
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [
-        # group 0 is [1, 0], group 1 is [4, 2]; the batch's mean is 7/4, its variance (9 + 49 + 81 + 1) / 16 / 3
-        ("grpo", [0.707107, -0.707107, 0.707107, -0.707107]),
-        ("reinforce_pp", [-0.75 / math.sqrt(35 / 12), -1.75 / math.sqrt(35 / 12), 2.25 / math.sqrt(35 / 12)]),
-        # centred: [.5, -.5, 1, -1], variance 2.5 / 3
-        ("reinforce_pp_baseline", [0.5 / math.sqrt(2.5 / 3), -0.5 / math.sqrt(2.5 / 3), 1 / math.sqrt(2.5 / 3)]),
-        ("lite_ppo", [0.5 / math.sqrt(35 / 12), -0.5 / math.sqrt(35 / 12), 1 / math.sqrt(35 / 12)]),
-    ],
-)
-def test_two_groups_by_hand(estimator: str, expected: list[float]) -> None:
-    values = taken(estimator, [1.0, 0.0, 4.0, 2.0], [0, 0, 1, 1])
-    assert values[: len(expected)] == pytest.approx(expected, abs=1e-5)
+def test_rewards_by_hand() -> None:
+    assert set(OF_ONE_GROUP) == set(ESTIMATORS)
+    for estimator, expected in OF_ONE_GROUP.items():
+        assert taken(estimator, [1.0, 0.1, 0.0, 0.0]) == pytest.approx(expected, abs=1e-4), estimator
+    for estimator, expected in OF_TWO_GROUPS.items():
+        assert taken(estimator, [1.0, 0.0, 4.0, 2.0], [0, 0, 1, 1]) == pytest.approx(expected, abs=1e-5), estimator
 
 
 def slowly(estimator: str, rewards: list[float], groups: list[int], i: int) -> float:
@@ -133,13 +129,14 @@ def test_a_failed_reward_is_outside_every_mean_and_gets_zero(estimator: str, fai
     assert values == [*without[:2], 0.0, *without[2:]]
 
 
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_one_valid_sample_has_nothing_to_be_compared_with(estimator: str) -> None:
     assert taken(estimator, [5.0, 1.0, NAN], valid=[True, False, True]) == [0.0] * 3
     assert taken(estimator, [5.0]) == [0.0]
+    assert taken(estimator, [1.0, NAN], valid=[False, True]) == [0.0, 0.0]
 
 
-def test_parts_of_a_reward_are_compared_each_on_its_own_scale_and_weighed_afterwards() -> None:
+def test_parts_of_a_reward_are_compared_each_on_its_own_scale() -> None:
     """Parts right [1, 0 | 0, 0] and length [10, 30 | 0, 20]; the last completion has no part right."""
     parts = torch.tensor([[1.0, 10.0], [0.0, 30.0], [0.0, 0.0], [NAN, 20.0]], dtype=torch.float64)
     weights = torch.tensor([2.0, -1.0], dtype=torch.float64)
@@ -173,19 +170,14 @@ def test_maxrl_weighs_a_prompt_by_how_seldom_it_is_solved() -> None:
     assert taken("maxrl", [-1.0, 0.0]) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_nothing_valid_gives_zero(estimator: str) -> None:
-    assert taken(estimator, [1.0, NAN], valid=[False, True]) == [0.0, 0.0]
-
-
-def test_a_single_sample_still_counts_where_the_whole_batch_is_compared() -> None:
+def test_a_single_sample_counts_where_the_batch_is_compared() -> None:
     values = taken("reinforce_pp", [1.0, 3.0], [0, 1])  # two groups of one
     assert values == pytest.approx([-0.707107, 0.707107], abs=1e-6)
     assert taken("lite_ppo", [1.0, 3.0], [0, 1]) == [0.0, 0.0]
 
 
-def test_an_unknown_estimator_is_named_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="'gae' is unknown: it must be one of grpo, dr_grpo, rloo"):
+def test_an_unknown_estimator_is_named() -> None:
+    with pytest.raises(ValueError, match="gae"):
         taken("gae", [1.0, 0.0])
 
 
@@ -196,7 +188,7 @@ def test_equality_up_to_rounding_is_relative_to_large_values_alone() -> None:
     assert equal_up_to_rounding(torch.tensor([3.0]))
 
 
-def test_a_token_is_worth_the_reward_less_the_penalties_from_it_on_whitened_over_tokens() -> None:
+def test_a_token_is_worth_the_reward_less_its_penalties_to_come() -> None:
     penalties = torch.tensor([[0.5, 1.0, 9.0], [0.0, 0.25, 0.25], [7.0, 7.0, 7.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [False, True, True], [True, True, True]])
     values = token_advantages(
@@ -208,12 +200,12 @@ def test_a_token_is_worth_the_reward_less_the_penalties_from_it_on_whitened_over
     assert values.tolist() == [pytest.approx(row) for row in expected]
 
 
-def test_token_advantages_without_penalties_or_differences_are_exactly_zero() -> None:
+def test_token_advantages_without_a_difference_are_exactly_zero() -> None:
     ones = torch.ones(2, 2, dtype=torch.bool)
     assert token_advantages(torch.tensor([0.3, 0.1 + 0.2]), torch.zeros(2, 2), ones, ones[0]).tolist() == [[0, 0]] * 2
 
 
-def test_shuffling_moves_rewards_within_their_group_among_the_valid_alone() -> None:
+def test_shuffling_moves_valid_rewards_within_their_group() -> None:
     rewards, groups = torch.arange(16.0), torch.tensor([0, 1] * 8)
     valid = torch.ones(16, dtype=torch.bool).index_fill(0, torch.tensor([3, 4]), False)
     moved = shuffled(rewards, groups, valid, seed=5)
@@ -224,3 +216,69 @@ def test_shuffling_moves_rewards_within_their_group_among_the_valid_alone() -> N
     assert sorted(moved[groups == 0].tolist()) == rewards[groups == 0].tolist()
     alone = shuffled(rewards[groups == 1], groups[groups == 1], valid[groups == 1], seed=5)
     assert alone.tolist() == moved[groups == 1].tolist()  # whatever else is in the batch
+
+
+# Penalties on lengths, and the rule of dynamic sampling
+
+
+def test_the_penalty_falls_on_a_straight_line_over_the_last_tokens() -> None:
+    lengths = torch.tensor([0, 6, 7, 8, 10, 11])
+    assert soft_overlong_penalty(lengths, 10, 4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+
+
+def test_the_penalty_is_part_of_the_reward_and_of_nothing_else(batch: Callable[..., TensorDict]) -> None:
+    rows = concat_rows(
+        [
+            batch(size=1, response_ids=[7] * 6, reward=1.0, accuracy_strict=1.0, reward_parts={"right": 1.0}),
+            batch(size=1, response_ids=[7] * 8, reward=0.0, accuracy_strict=0.0),
+            batch(size=1, response_ids=[7] * 9, reward=None, valid=False),
+        ]
+    )
+    penalise_overlong(rows, 8, 4)
+    assert rows["next", "reward"][:2].tolist() == [[0.5], [-1.0]]
+    assert math.isnan(rows["next", "reward"][2].item())  # a reward that failed stays without a value
+    assert rows["next", "reward_parts", "overlong"].tolist() == [[-0.5], [-1.0], [-1.0]]
+    assert rows["next", "reward_parts", "right"][0].item() == 1.0
+    assert rows["next", "accuracy_strict"][:2].tolist() == [[1.0], [0.0]]
+
+
+def test_the_length_penalty_is_a_share_of_the_groups_mean_reward() -> None:
+    """Groups [1, 0] of 4 and 8 tokens and [3, failed] of 5 and 10: means 0.5 and 3, longest that count 8 and 5."""
+    rewards, lengths = torch.tensor([1.0, 0.0, 3.0, math.nan]), torch.tensor([4, 8, 5, 10])
+    penalty = length_penalty(rewards, lengths, torch.tensor([0, 0, 1, 1]), 0.1)
+    assert penalty[:3].tolist() == pytest.approx([-0.025, -0.05, -0.3])
+    none = length_penalty(-rewards, lengths, torch.tensor([0, 0, 1, 1]), 0.1)
+    assert none[:3].abs().tolist() == [0.0, 0.0, 0.0]  # a longer one of bad completions gains nothing by it
+
+
+def test_the_length_penalty_is_a_part_of_the_reward(batch: Callable[..., TensorDict]) -> None:
+    rows = concat_rows([batch(size=1, response_ids=[7] * n, reward=1.0, reward_parts={"right": 1.0}) for n in (4, 8)])
+    penalise_length(rows, 0.5)
+    assert rows["next", "reward"].flatten().tolist() == [0.75, 0.5]
+    assert rows["next", "reward_parts", "length_penalty"].flatten().tolist() == [-0.25, -0.5]
+
+
+def test_only_sampled_tokens_count_as_length(batch: Callable[..., TensorDict]) -> None:
+    rows = batch(size=1, response_ids=[7] * 8, mask=[1, 1, 0, 0, 0, 0, 1, 1], reward=1.0)
+    penalise_overlong(rows, 8, 4)
+    assert rows["next", "reward"].item() == 1.0  # four are the environment's
+
+
+@pytest.mark.parametrize(
+    ("rewards", "valid", "accepted"),
+    [
+        ([1.0, 0.0], [True, True], True),
+        ([1.0, 1.0], [True, True], False),
+        ([0.1 + 0.2, 0.3], [True, True], False),
+        ([0.3, 0.31], [True, True], True),  # not only 0 and 1
+        ([1.0, 0.0], [True, False], False),  # nothing valid to compare with
+        ([1.0, None, 1.0], [True, False, True], False),
+        ([1.0, None, 0.0], [True, False, True], True),
+        ([None, None], [False, False], False),
+    ],
+)
+def test_a_group_is_accepted_when_its_valid_rewards_differ(
+    conversation: Callable[..., Conversation], rewards: list[float | None], valid: list[bool], accepted: bool
+) -> None:
+    group = [conversation(reward=r, valid=v) for r, v in zip(rewards, valid, strict=True)]
+    assert has_spread(group) is accepted

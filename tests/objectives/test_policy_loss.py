@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 from typing import Any
 
@@ -85,18 +85,17 @@ def cases(number: int) -> Iterator[tuple[Table, Batch]]:
 
 
 def tensors(x: Table, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The same as float64 tensors, with rubbish wherever nothing may be read."""
+    """The same as float64 tensors, with rubbish wherever nothing may be read; all but the mask take gradients."""
     mask = torch.tensor(batch.mask)
 
     def rubbish(values: Table, what: float) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).masked_fill(~mask, what)
+        return torch.tensor(values, dtype=torch.float64).masked_fill(~mask, what).requires_grad_()
 
-    log_probs = rubbish(x, math.nan).requires_grad_()
     by_row = all(len(set(row)) == 1 for row in batch.advantage)
-    advantage = torch.tensor(batch.advantage, dtype=torch.float64)
-    return log_probs, {
+    advantage = torch.tensor([row[0] for row in batch.advantage], dtype=torch.float64).requires_grad_()
+    return rubbish(x, math.nan), {
         "old_log_probs": rubbish(batch.old, math.inf),
-        "advantage": advantage[:, 0] if by_row else rubbish(batch.advantage, math.nan),
+        "advantage": advantage if by_row else rubbish(batch.advantage, math.nan),
         "mask": mask,
         "sampler_log_probs": rubbish(batch.sampler, -math.inf),
         "ref_log_probs": rubbish(batch.ref, math.nan),
@@ -104,28 +103,17 @@ def tensors(x: Table, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def keywords(choice: Choice) -> dict[str, Any]:
-    bounds: dict[str, float] = {}
-    if choice.correction != "none":
-        bounds["sampler_ratio_high"] = choice.high
-    if choice.correction.startswith(("mis", "icepop", "geo")):
-        bounds["sampler_ratio_low"] = choice.low
-    return {
-        "aggregation": choice.aggregation,
-        "normaliser": choice.normaliser,
-        "kl_coef": choice.kl_coef,
-        "kl_estimator": choice.kl_estimator,
-        "sampler_kl_coef": choice.sampler_kl_coef,
-        "sampler_correction": choice.correction,
-        "off_policy_mask": choice.off_policy_mask,
-        **bounds,
-        **choice.coefficients,
-    }
+    given = asdict(choice)
+    del given["variant"]
+    return given.pop("coefficients") | given
 
 
 def assert_as_slow(choice: Choice, x: Table, batch: Batch) -> None:
     log_probs, given = tensors(x, batch)
     loss, metrics = policy_loss(choice.variant, log_probs, **given, **keywords(choice))
-    (gradient,) = torch.autograd.grad(loss, log_probs)
+    constants = [given[name] for name in given if name != "mask"]
+    gradient, *others = torch.autograd.grad(loss, [log_probs, *constants], allow_unused=True)
+    assert others == [None] * len(constants)
     assert loss.item() == pytest.approx(slow.loss(choice, x, x, batch), abs=1e-10, rel=1e-10)
     for row, expected in zip(gradient.tolist(), slow.gradient(choice, x, batch), strict=True):
         assert row == pytest.approx(expected, abs=1e-10, rel=1e-10)
@@ -148,16 +136,14 @@ def test_value_gradient_and_metrics_for_every_kl_choice(variant: str, aggregatio
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_value_gradient_and_metrics_for_every_sampler_correction(variant: str, aggregation: str) -> None:
     for correction, (low, high) in RATIO_BOUNDS.items():
-        choice = Choice(
-            variant, aggregation, COEFFICIENTS[variant], kl_coef=0.1, correction=correction, low=low, high=high
-        )
-        choice.normaliser = 7.5
+        choice = Choice(variant, aggregation, COEFFICIENTS[variant], kl_coef=0.1, normaliser=7.5)
+        choice.sampler_correction, choice.sampler_ratio_low, choice.sampler_ratio_high = correction, low, high
         for x, batch in cases(SEEDS):
             assert_as_slow(choice, x, batch)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_value_gradient_and_metrics_with_completions_dropped_for_having_moved(variant: str) -> None:
+def test_value_gradient_and_metrics_with_moved_completions_dropped(variant: str) -> None:
     dropped = 0.0
     for x, batch in cases(SEEDS):
         choice = Choice(variant, "token_mean", COEFFICIENTS[variant], off_policy_mask=0.05)
@@ -175,7 +161,8 @@ def test_every_correction_is_in_the_proof() -> None:
 
 def test_the_batches_of_the_proof_reach_every_branch() -> None:
     for variant, coefficients in COEFFICIENTS.items():
-        choice = Choice(variant, "token_mean", coefficients, correction="icepop", low=0.85, high=1.15)
+        choice = Choice(variant, "token_mean", coefficients, sampler_correction="icepop")
+        choice.sampler_ratio_low, choice.sampler_ratio_high = RATIO_BOUNDS["icepop"]
         seen = [slow.metrics(choice, x, batch) for x, batch in cases(SEEDS)]
         cuts = ["sampler_cut_fraction"] + ([] if variant in NEVER_CLIP else ["clip_fraction_low", "clip_fraction_high"])
         for name in cuts:
@@ -199,12 +186,10 @@ def test_the_defaults_are_the_papers(variant: str) -> None:
         "dppo_tv": ("token_mean", {"max_ratio": 20.0, "max_fall": 0.2, "max_rise": 0.2}),
         "dppo_kl": ("token_mean", {"max_ratio": 20.0, "max_kl": 0.05}),
     }
-    aggregation, coefficients = expected[variant]
-    choice = Choice(variant, aggregation, coefficients)
     for x, batch in cases(2):
         log_probs, given = tensors(x, batch)
         loss, _ = policy_loss(variant, log_probs, **given)
-        assert loss.item() == pytest.approx(slow.loss(choice, x, x, batch), abs=1e-9)
+        assert loss.item() == pytest.approx(slow.loss(Choice(variant, *expected[variant]), x, x, batch), abs=1e-9)
 
 
 def one_token(
@@ -264,27 +249,6 @@ def test_gspo_by_hand() -> None:
     assert metrics["clip_fraction_high"].item() == 0.0
 
 
-def test_with_one_advantage_a_completion_gspo_token_is_gspo() -> None:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(4, 6, dtype=torch.float64, generator=generator).requires_grad_()
-    old = x.detach() + 0.3 * torch.randn(4, 6, dtype=torch.float64, generator=generator)
-    mask = torch.rand(4, 6, generator=generator) < 0.8
-    given = (old, torch.tensor([1.0, -1.0, 0.5, -0.3]), mask)
-    (whole, _), (token, _) = (policy_loss(name, x, *given, **CLIP) for name in ("gspo", "gspo_token"))
-    assert whole.item() == pytest.approx(token.item(), abs=1e-12)
-    gradients = [torch.autograd.grad(loss, x)[0] for loss in (whole, token)]
-    assert torch.allclose(gradients[0], gradients[1], atol=1e-12)
-    assert gradients[0].abs().sum() > 0
-
-
-def test_dual_clip_is_two_sided_clipping() -> None:
-    for x, batch in cases(SEEDS):
-        log_probs, given = tensors(x, batch)
-        dual, _ = policy_loss("dual_clip", log_probs, **given, **CLIP, max_ratio=1.9)
-        two_sided, _ = policy_loss("two_sided", log_probs, **given, **CLIP, max_ratio=1.9)
-        assert dual.item() == two_sided.item()
-
-
 def test_lengths_one_and_three_by_hand() -> None:
     """Losses 1 and 0: a quarter of the tokens, half of the completions, one of six places."""
     x = torch.tensor([[-1.0, 9.0, 9.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -297,8 +261,10 @@ def test_lengths_one_and_three_by_hand() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shares_of_a_split_batch_add_up(variant: str) -> None:
+    averaging = ("aggregation", "normaliser", "kl_coef", "sampler_kl_coef")  # policy_terms has not averaged yet
     choice = Choice(variant, VARIANTS[variant].aggregation, COEFFICIENTS[variant], kl_coef=0.1, normaliser=9.0)
-    choice.correction, choice.low, choice.high = "mis_sequence", 0.7, 1.4
+    choice.sampler_correction = "mis_sequence"
+    choice.sampler_ratio_low, choice.sampler_ratio_high = RATIO_BOUNDS["mis_sequence"]
     for x, batch in cases(2):
         log_probs, given = tensors(x, batch)
         whole, metrics = policy_loss(variant, log_probs, **given, **keywords(choice))
@@ -306,41 +272,16 @@ def test_shares_of_a_split_batch_add_up(variant: str) -> None:
         for part in (slice(0, 1), slice(1, 3)):
             own = {name: tensor[part] for name, tensor in given.items()}
             shares.append(policy_loss(variant, log_probs[part], **own, **keywords(choice))[0])
-            of_terms = {k: v for k, v in keywords(choice).items() if k not in AVERAGING}
+            of_terms = {k: v for k, v in keywords(choice).items() if k not in averaging}
             terms.append(policy_terms(variant, log_probs[part], **own, **of_terms))
+            for field in fields(terms[-1]):
+                assert not getattr(terms[-1], field.name)[~own["mask"]].any(), field.name
         total = torch.stack(shares).sum()
         assert total.item() == pytest.approx(whole.item(), abs=1e-12)
         gradients = [torch.autograd.grad(loss, log_probs)[0] for loss in (whole, total)]
         assert torch.allclose(gradients[0], gradients[1], atol=1e-12)
         combined = {name: value.item() for name, value in policy_metrics(terms).items()}
         assert combined == pytest.approx({name: metrics[name].item() for name in combined})
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_terms_are_zero_where_the_mask_is_false(variant: str) -> None:
-    choice = Choice(variant, "token_mean", COEFFICIENTS[variant], correction="tis_token", high=1.1)
-    for x, batch in cases(SEEDS):
-        log_probs, given = tensors(x, batch)
-        of_terms = {k: v for k, v in keywords(choice).items() if k not in AVERAGING}
-        terms = policy_terms(variant, log_probs, **given, **of_terms)
-        for name in (f.name for f in fields(terms)):
-            assert getattr(terms, name)[~given["mask"]].count_nonzero().item() == 0, name
-
-
-AVERAGING = ("aggregation", "normaliser", "kl_coef", "sampler_kl_coef")  # policy_terms has not averaged yet
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_only_log_probs_are_learned(variant: str) -> None:
-    choice = Choice(variant, "token_mean", COEFFICIENTS[variant], kl_coef=0.1, sampler_kl_coef=0.1)
-    choice.correction, choice.high = "tis_token", 1.1
-    x, batch = next(cases(1))
-    log_probs, given = tensors(x, batch)
-    constants = [tensor.requires_grad_() for name, tensor in given.items() if name != "mask"]
-    loss, _ = policy_loss(variant, log_probs, **given, **keywords(choice))
-    gradients = torch.autograd.grad(loss, [log_probs, *constants], allow_unused=True)
-    assert gradients[0] is not None
-    assert gradients[1:] == (None,) * len(constants)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -390,32 +331,23 @@ def test_effective_sample_size_by_hand() -> None:
     assert math.isnan(effective_sample_size(torch.tensor([])).item())
 
 
-ONES = torch.ones(2, 3)
-MASK = torch.ones(2, 3, dtype=torch.bool)
-
-
 @pytest.mark.parametrize(
     ("name", "given", "error", "message"),
     [
-        ("gpro", {}, ValueError, "no policy loss 'gpro'; did you mean grpo?"),
+        ("gpro", {}, ValueError, "grpo"),
         ("grpo", {"aggregation": "token_means"}, ValueError, "did you mean token_mean?"),
-        ("grpo", {"aggregation": ""}, ValueError, "token_mean, sequence_mean, constant_length"),
-        ("grpo", {"kl_estimator": "k4"}, ValueError, "KL estimator 'k4'"),
+        ("grpo", {"kl_estimator": "k4"}, ValueError, "k4"),
         ("grpo", {"sampler_correction": "icepops"}, ValueError, "did you mean icepop?"),
-        ("grpo", {"clip_hihg": 0.3}, TypeError, "does not read clip_hihg; did you mean clip_high?"),
-        ("grpo", {"normalizer": 3}, TypeError, "did you mean normaliser?"),
-        ("grpo", {"delta": 4.0}, TypeError, "'grpo' does not read delta"),
-        ("two_sided", {"delta": 4.0}, TypeError, "'two_sided' does not read delta; did you mean max_ratio?"),
-        ("dual_clip", {"c": 4.0}, TypeError, "'dual_clip' does not read c; did you mean max_ratio?"),
-        ("reinforce", {"clip_low": 0.2}, TypeError, "'reinforce' does not read clip_low"),
+        ("grpo", {"clip_hihg": 0.3}, TypeError, "clip_hihg; did you mean clip_high?"),
+        ("two_sided", {"delta": 4.0}, TypeError, "delta; did you mean max_ratio?"),
+        ("reinforce", {"clip_low": 0.2}, TypeError, "clip_low"),
         ("grpo", {"kl_coef": 0.1}, ValueError, "kl_coef=0.1 needs ref_log_probs"),
         ("grpo", {"sampler_kl_coef": 0.1}, ValueError, "needs sampler_log_probs"),
         ("grpo", {"sampler_correction": "tis_token"}, ValueError, "needs sampler_log_probs"),
-        ("grpo", {"sampler_correction": "icepop", "sampler_ratio_high": 0.9}, ValueError, "must hold 1"),
+        ("grpo", {"sampler_correction": "icepop", "sampler_ratio_high": 0.9}, ValueError, "0.9"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(name: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = {"log_probs": ONES, "old_log_probs": ONES, "advantage": torch.ones(2), "mask": MASK}
-    with pytest.raises(error, match=message) as caught:
-        policy_loss(name, **arguments | given)
-    assert "\n" not in str(caught.value)
+def test_a_mistake_is_named(name: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
+    ones = torch.ones(2, 3)
+    with pytest.raises(error, match=message):
+        policy_loss(name, ones, ones, torch.ones(2), ones.bool(), **given)
