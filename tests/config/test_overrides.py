@@ -107,18 +107,16 @@ def test_the_last_of_two_equal_keys_counts() -> None:
     assert parse_words(["steps=1", "seed=2", "steps=3"]) == [Override("steps", "3"), Override("seed", "2")]
 
 
-def test_a_users_setting_replaces_the_recipes() -> None:
-    recipe = [Override("steps", "1"), Override("seed", "1")]
-    assert merge(recipe, [Override("steps", "9")]) == [Override("seed", "1"), Override("steps", "9")]
-
-
-def test_another_option_drops_the_recipes_settings_of_its_own() -> None:
-    recipe = [Override("env", "gsm8k"), Override("env.path", "x"), Override("steps", "1")]
-    other, same = Override("env", "arithmetic"), Override("env", "gsm8k")
-    assert merge(recipe, [other]) == [Override("steps", "1"), other]
-    assert merge(recipe, [same]) == [Override("env.path", "x"), Override("steps", "1"), same]
-
-
-def test_a_users_model_replaces_the_path_in_a_recipe() -> None:
-    recipe = [Override("model.path", "runs/x"), Override("model.device", "cpu")]
-    assert merge(recipe, [Override("model", "qwen")]) == [Override("model.device", "cpu"), Override("model", "qwen")]
+@pytest.mark.parametrize(
+    ("recipe", "typed", "merged"),
+    [
+        ("steps=1 seed=1", "steps=9", "seed=1 steps=9"),
+        # another option drops what the recipe says about its own, and a model its path
+        ("env=gsm8k env.path=x steps=1", "env=arithmetic", "steps=1 env=arithmetic"),
+        ("env=gsm8k env.path=x steps=1", "env=gsm8k", "env.path=x steps=1 env=gsm8k"),
+        ("model.path=runs/x model.device=cpu", "model=qwen", "model.device=cpu model=qwen"),
+    ],
+)
+def test_what_a_user_types_replaces_the_recipes_settings(recipe: str, typed: str, merged: str) -> None:
+    words = [parse_words(words.split()) for words in (recipe, typed, merged)]
+    assert merge(*words[:2]) == words[2]

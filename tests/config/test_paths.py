@@ -11,14 +11,8 @@ import pytest
 
 from rlpost.config.paths import cache_folder, check_data_path, resolve_adapter_path, resolve_model_path
 from rlpost.errors import ConfigError, DataError
+from tests.model_folders import write_model
 from tests.says import Says
-
-
-def make_model(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_text("")
-    return folder
 
 
 def make_adapter(folder: Path, base: str | None) -> Path:
@@ -35,12 +29,12 @@ def test_a_name_that_is_not_local_stays_as_it_is(name: str) -> None:
 
 def test_a_model_folder_is_itself_and_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = make_model(tmp_path / "m")
+    folder = write_model(tmp_path / "m")
     assert [resolve_model_path(path) for path in (str(folder), "~/m")] == [str(folder)] * 2
 
 
 def test_what_is_not_a_model_is_refused(here: Path, says: Says) -> None:
-    make_model(here / "runs" / "sums")
+    write_model(here / "runs" / "sums")
     (here / "empty").mkdir()
     (here / "begun" / "checkpoints").mkdir(parents=True)
     (here / "model.onnx").write_text("")
@@ -52,7 +46,7 @@ def test_what_is_not_a_model_is_refused(here: Path, says: Says) -> None:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "notes.txt"])
 def test_a_model_without_safetensors_is_refused(name: str, here: Path, says: Says) -> None:
-    make_model(here / "m")
+    write_model(here / "m")
     (here / "m" / "model.safetensors").rename(here / "m" / name)
     says.refusals("config", ConfigError, resolve_model_path, ["./m"])
 
@@ -76,7 +70,7 @@ def test_the_cache_follows_xdg_cache_home() -> None:
 
 
 def test_an_adapter_stands_for_itself_where_its_model_is_found(here: Path, says: Says) -> None:
-    base = make_model(here / "base")
+    base = write_model(here / "base")
     for name in (str(base), "builtin:tiny", "Qwen/Qwen2.5-0.5B-Instruct"):
         adapter = make_adapter(here / name.replace("/", "_"), name)
         assert resolve_model_path(str(adapter)) == str(adapter)

@@ -43,10 +43,6 @@ def test_several_values_are_written_with_commas_choice_or_range(word: str, value
     assert [job.differs[key] for job in expand([word])] == values
 
 
-def test_the_last_word_of_a_key_counts() -> None:
-    assert [job.title for job in expand(["seed=0,1", "seed=5,6"])] == ["seed=5", "seed=6"]
-
-
 def test_what_is_no_sweep_is_refused(says: Says) -> None:
     wrong = [["steps=3"], [], ["steps"], ["model=~/a,~/b"], ["seed=1,2,1"]]
     says.refusals("config", ConfigError, expand, wrong)

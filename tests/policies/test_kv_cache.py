@@ -13,13 +13,7 @@ from rlpost.settings import DType, VLLMSettings
 
 SMOLLM2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768}
-QWEN3 = {
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "hidden_size": 1024,
-    "head_dim": 128,
-}
+QWEN3 = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024}
 
 
 @pytest.fixture
@@ -34,7 +28,7 @@ def smollm2(tmp_path: Path) -> Path:
         (SMOLLM2, "bfloat16", 2 * 30 * 3 * 64 * 2),
         (SMOLLM2, "float32", 2 * 30 * 3 * 64 * 4),
         (GPT2, "bfloat16", 2 * 12 * 12 * 64 * 2),  # every head has its own keys and values
-        (QWEN3, "float16", 2 * 28 * 8 * 128 * 2),  # not 1024 / 16
+        ({**QWEN3, "head_dim": 128}, "float16", 2 * 28 * 8 * 128 * 2),  # not 1024 / 16
         ({**SMOLLM2, "mamba_d_state": 16}, "bfloat16", None),
         ({**SMOLLM2, "kv_lora_rank": 512}, "bfloat16", None),
         ({"vocab_size": 32000}, "bfloat16", None),

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import subprocess
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from tensordict import TensorDict
@@ -31,11 +29,11 @@ from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import add_adapter, save_adapter
 from rlpost.model.packing import Row, pack
 from rlpost.model.tokenizer import load_tokenizer
-from rlpost.policies import Face, LLMOnDevice, Request, TransformersWrapper, make_vllm_worker, vllm_engine, vLLMWrapper
+from rlpost.policies import Face, Request, TransformersWrapper, vllm_engine, vLLMWrapper
 from rlpost.settings import DType, Engine, LoRASettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
 from tests.policies.test_transformers import assert_stops_at, remaining, stops_in
-from tests.processes import children
+from tests.processes import children, kill_engines_since
 
 pytestmark = [
     pytest.mark.vllm,
@@ -364,14 +362,6 @@ def test_a_push_that_fails_half_way_leaves_no_engine_behind(tiny_folder: Path) -
         policy.generate(REQUESTS, SamplingSettings())
 
 
-def kill_engines_since(before: Container[Any]) -> None:
-    engines = [child for child, command in children().items() if child not in before and "_tracker" not in command]
-    assert engines
-    for engine in engines:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with another
-            engine.kill()
-
-
 def test_vllm_leaves_the_classes_of_transformers_as_they_are(tmp_path: Path) -> None:
     """In this process vLLM would rewrite Olmo2Model, and the trained model could not be called any more."""
     build_model(tmp_path, "olmo2")
@@ -423,21 +413,6 @@ def test_an_engine_that_nobody_closed_ends_with_python(tiny_folder: Path, tmp_pa
     assert (done.returncode, done.stdout.strip()) == (0, "started"), done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in (tmp_path / "tmp").iterdir() if path.is_socket() or "rlpost" in path.name] == []
-
-
-@pytest.mark.slow  # docs/torchrl.md's test starts one too
-def test_an_engine_on_devices_is_one_in_a_process_of_its_own(tiny_folder: Path) -> None:
-    settings = VLLMSettings(dtype=DType.float32, max_num_seqs=16, timeout_seconds=120)
-    engine = make_vllm_worker(tiny_folder, settings=settings, max_model_len=64, enforce_eager=True)
-    assert isinstance(engine, LLMOnDevice)
-    policy = vLLMWrapper(engine)
-    model = load_model(tiny_folder)
-    disturb(model)
-    vLLMUpdater(policy).push(model)
-    assert gap(policy, model, 0.7) < 1e-3
-    policy.close()
-    assert gap(vLLMWrapper(engine), model, 1.0) < 1e-3  # which its owner closes
-    engine.close()
 
 
 @pytest.mark.slow

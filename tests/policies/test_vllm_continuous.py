@@ -20,8 +20,8 @@ from rlpost.model.load import load_model
 from rlpost.policies import Request, vLLMWrapper
 from rlpost.policies.vllm_engine import tokens_in_flight
 from rlpost.settings import Engine
-from tests.policies.test_vllm import DEAD, build_model, disturb, gap, kill_engines_since, started
-from tests.processes import children
+from tests.policies.test_vllm import DEAD, build_model, disturb, gap, started
+from tests.processes import children, kill_engines_since
 
 pytestmark = [
     pytest.mark.vllm,

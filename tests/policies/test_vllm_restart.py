@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from rlpost.imports import is_installed
 from rlpost.policies.base import Request
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import DType, SamplingSettings, VLLMSettings
-from tests.processes import children
+from tests.processes import children, kill_engines_since
 from tests.trainings import train_in, untimed
 
 
@@ -92,15 +90,13 @@ def test_a_training_whose_engine_is_killed_is_the_same_training(
     words += ["policy.dtype=float32", "model.autocast=none", "prompts_per_step=2", "group_size=4", "steps=4"]
     words += ["eval.enabled=false", "optim.lr=1e-3"]
     assert train_in(TRAIN_GRPO, tmp_path / "whole", words) == 0
-    generate = vLLMWrapper.generate
-    killed: list[str] = []
+    generate, before, killed = vLLMWrapper.generate, children(), False
 
     def disturbed(self: vLLMWrapper, requests: Any, sampling: Any) -> Any:
+        nonlocal killed
         if self.version == 2 and not killed:
-            for process, command in children().items():
-                if "EngineCore" in command or "EngineCore" in process.name():
-                    os.kill(process.pid, signal.SIGKILL)
-                    killed.append(command)
+            kill_engines_since(before)
+            killed = True
         return generate(self, requests, sampling)
 
     monkeypatch.setattr(vLLMWrapper, "generate", disturbed)

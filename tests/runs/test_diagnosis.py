@@ -51,16 +51,8 @@ def test_missing_metrics_cause_no_symptom() -> None:
         assert named_in(columns | {name: [unknown] * len(columns["step"]) for name in names}) == {}
 
 
-def test_there_are_twenty_healthy_ones() -> None:
-    assert len(HEALTHY) >= 20
-    assert all(max(trace["reward/mean"]) > trace["reward/mean"][0] for trace in HEALTHY.values())
-
-
 def held(name: str, value: float) -> Change:
-    def change(columns: Columns, steps: int) -> None:
-        columns[name] = [value] * steps
-
-    return change
+    return ramp(name, value, value)
 
 
 def ramp(name: str, first: float, last: float) -> Change:

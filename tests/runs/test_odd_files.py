@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import CommandLine
+from tests.run_folders import make_run
 
 STEP = '{"step": 1, "reward/mean": 0.5}\n'
 HELD_OUT = '{"step": 0, "eval/accuracy_lenient": 0.5, "eval/prompts": 8}\n'
@@ -33,12 +34,8 @@ VERBS = ["runs list", "runs show runs/x", "runs show runs/x --json", "runs diagn
 
 @pytest.fixture(autouse=True)
 def folder(here: Path) -> Path:
-    folder = here / "runs/x"
-    folder.mkdir(parents=True)
-    (folder / "command.txt").write_text("rlpost train grpo model.path=./m\n")
-    (folder / "overrides.txt").write_text("model.path=./m\n")
+    folder = make_run(here / "runs/x", overrides=["model.path=./m"])
     (folder / "metrics.jsonl").write_text(HELD_OUT + STEP)
-    (folder / "config.yaml").write_text("steps: 3\n")
     (folder / "environment.json").write_text('{"packages": ["a"]}')
     return folder
 
@@ -60,9 +57,3 @@ def test_metrics_that_rlpost_did_not_write(way: str, folder: Path, rlpost: Comma
 def test_settings_that_rlpost_did_not_write(way: str, folder: Path, rlpost: CommandLine) -> None:
     (folder / "config.yaml").write_text(CONFIGS[way])
     assert_read(rlpost)
-
-
-def test_a_lock_that_is_a_folder_counts_as_free(folder: Path, rlpost: CommandLine) -> None:
-    (folder / ".lock").mkdir()
-    assert_read(rlpost)
-    rlpost("runs gc --yes")
