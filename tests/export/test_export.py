@@ -80,7 +80,8 @@ def test_export_that_does_not_agree_leaves_nothing(run: Path, rlpost: CommandLin
     assert not Path("exports").exists()
 
 
-def test_default_takes_more_digits_where_bfloat16_is_too_coarse(run: Path, rlpost: CommandLine) -> None:
+def test_default_takes_more_digits_where_bfloat16_is_too_coarse(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rlpost = CommandLine(capfd)
     scaled(run, 40)  # so that small differences of the weights become large ones of the logits
     rlpost("export my-run")
     [folder] = Path("exports").iterdir()

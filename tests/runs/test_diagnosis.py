@@ -211,7 +211,7 @@ def test_the_verb_names_what_it_finds(rlpost: CommandLine, says: Says, tmp_path:
     healthy, changes, expected = SICK["too high a rate"]
     well, sick = tmp_path / "well", tmp_path / "sick"
     columns = {key: list(values) for key, values in HEALTHY[healthy].items()}
-    make_run(well, rows_of(columns), log="")
+    make_run(well, rows_of(columns), steps=100, log="")
     for change in changes:
         change(columns, len(columns["step"]))
     make_run(sick, rows_of(columns))

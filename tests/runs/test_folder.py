@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 import rlpost
-from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT
+from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
 from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError
 from rlpost.runs.folder import RunFolder
@@ -226,7 +227,8 @@ def test_a_run_says_which_checkpoints_it_passes_over(tmp_path: Path) -> None:
 
 
 def test_by_default_a_crash_loses_at_most_five_minutes() -> None:
-    for command in (TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION):
+    commands: list[Command[Any]] = [TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION]
+    for command in commands:
         assert compose(command, []).settings.checkpoint.every_minutes == 5.0
 
 
