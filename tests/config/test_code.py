@@ -42,7 +42,6 @@ RECIPES = {
     "another environment as a source's setting": MIX.format("arithmetic env.reward=evil:f"),
     "a reference in a source": MIX.format("arithmetic digits=${oc.env:EVIL}"),
     "a plugin": "plugin: ./evil.py",
-    "a plugin in escapes of JSON": r"""plugin: '["./evil.\u0070y"]'""",
     "a plugin in one text of JSON": r"""plugin: '"./evil.\u0070y"'""",
     "a plugin in quotes within quotes": "plugin: \"'./evil.py'\"",
     "a plugin in a list of a list": "plugin: [[./evil.py]]",

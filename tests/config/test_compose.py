@@ -93,11 +93,6 @@ def test_every_recipe_composes_to_what_it_says(name: str, tmp_path: Path) -> Non
     assert composed.settings.optim.lr == float(content["optim.lr"])
 
 
-def test_a_users_override_replaces_the_recipes() -> None:
-    settings = compose(TRAIN_GRPO, ["steps=2", "recipe=arithmetic-smollm2-cpu", "model=tiny"]).settings
-    assert (settings.steps, settings.model.path) == (2, "builtin:tiny")
-
-
 def test_a_model_with_a_slash_is_a_path_on_the_default_option() -> None:
     composed = compose(TRAIN_GRPO, ["model=Qwen/Qwen2.5-0.5B"])
     assert composed.settings.model.path == "Qwen/Qwen2.5-0.5B"
