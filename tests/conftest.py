@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rlpost.data.conversation import Conversation
+    from tests.command_line import CommandLine
 
 os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",  # its threads and a fork do not go together
@@ -41,6 +42,21 @@ def says(request: pytest.FixtureRequest, tmp_path: Path) -> Says:
     """Compares the wording of a verb with tests/snapshots/VERB.txt: `says("train", text)`, see tests/says.py."""
     test = request.node.nodeid.removeprefix("tests/")
     return Says(test, {str(tmp_path): "<tmp>"}, write=request.config.getoption("--snapshots"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def rlpost(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """Runs command lines in this process."""
+    from tests.command_line import CommandLine
+
+    return CommandLine(capsys)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import psutil
 
@@ -24,6 +25,15 @@ def children(of: int | None = None) -> dict[psutil.Process, str]:
         except psutil.NoSuchProcess:  # it ended meanwhile; a zombie is one too
             continue
     return found
+
+
+def kill_engines_since(before: Container[psutil.Process]) -> None:
+    """Kill vLLM's processes under this one that are not among `before`."""
+    engines = [child for child, command in children().items() if child not in before and "_tracker" not in command]
+    assert engines
+    for engine in engines:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with another
+            engine.kill()
 
 
 def is_gone(pid: int, seconds: float = 20.0) -> bool:

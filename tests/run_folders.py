@@ -75,3 +75,17 @@ def add_checkpoint(run: Path, step: int) -> Path:
     (folder / "model" / "config.json").write_text("{}")
     (folder / MANIFEST).write_text("{}")
     return folder
+
+
+def save_checkpoint_of(run: Path, step: int, **changes: Any) -> Path:
+    """Write a whole checkpoint of a run, of a few bytes; `changes` are arguments of `save_checkpoint`."""
+    import torch  # not at the top, since it takes long
+
+    from rlpost.runs.checkpoint import save_checkpoint
+
+    def write_model(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    what: dict[str, Any] = {"write_model": write_model, "tensors": {"a": torch.ones(2)}, "state": {}, "keep_last": 9}
+    return save_checkpoint(run / "checkpoints", step, **{**what, **changes})

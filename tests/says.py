@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 import fcntl
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,18 @@ class Says:
         with pytest.raises(error, match=re.escape(part) or None) as raised:
             yield
         self(verb, raised.value)
+
+    def refusals(
+        self, verb: str, error: type[BaseException], work: Callable[[Any], object], cases: Iterable[object]
+    ) -> None:
+        """Call `work` with each of `cases`, expect an `error` of one line from each, and compare all messages."""
+        messages = []
+        for case in cases:
+            with pytest.raises(error) as raised:
+                pytest.fail(f"{case!r} is not refused, but gives {work(case)!r}")
+            assert "\n" not in str(raised.value), case
+            messages.append(f"{case!r}\n  {raised.value}")
+        self(verb, "\n".join(messages))
 
 
 def tests_of(headings: Iterator[str]) -> set[tuple[str, str]]:

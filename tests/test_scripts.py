@@ -12,7 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and not path.suffix)
 SHELL = [*SCRIPTS, ROOT / ".ci" / "run"]
-TARGETS = {"setup": "setup", "quickstart": "setup", "test": "setup-dev", "test-all": "setup-dev", "check": "setup-dev"}  # and their set-up
+TARGETS = {
+    "setup": "setup",
+    "quickstart": "setup",
+    **dict.fromkeys(("test", "test-all", "check"), "setup-dev"),
+}  # and their set-up
 
 
 def name(path: Path) -> str:

@@ -10,12 +10,7 @@ from rlpost.catalog import COMMANDS, EVAL, TRAIN_GRPO, Command
 from rlpost.cli.completion import setting_candidates
 from rlpost.config.schema import all_keys, groups_of, options
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def offered(typed: str, command: Command = TRAIN_GRPO) -> list[str]:
@@ -52,15 +47,15 @@ def test_every_candidate_says_something() -> None:
     assert [word for word, about in setting_candidates(TRAIN_GRPO, "").items() if not about] == []
 
 
-def test_runs_are_models(folder: Path) -> None:
-    (folder / "runs" / "mine" / "checkpoints").mkdir(parents=True)
-    (folder / "runs" / "no-run").mkdir()
+def test_runs_are_models(here: Path) -> None:
+    (here / "runs" / "mine" / "checkpoints").mkdir(parents=True)
+    (here / "runs" / "no-run").mkdir()
     assert offered("model=run") == ["model=runs/mine"]
     assert "model=runs/mine" in offered("model=")
 
 
-def test_recipes_are_those_of_the_verb(folder: Path) -> None:
-    (folder / "recipes").mkdir()
-    (folder / "recipes" / "judge.yaml").write_text("# Judge\ncommand: eval\n")
+def test_recipes_are_those_of_the_verb(here: Path) -> None:
+    (here / "recipes").mkdir()
+    (here / "recipes" / "judge.yaml").write_text("# Judge\ncommand: eval\n")
     assert offered("recipe=", EVAL) == ["recipe=judge"]
     assert "recipe=judge" not in offered("recipe=")

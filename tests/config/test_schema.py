@@ -11,35 +11,27 @@ from rlpost.settings import EvalSettings, GRPOSettings, GSM8KSettings
 
 @dataclass
 class Inner:
-    size: int | None = 3  # of the thing
+    size: int | None = 3  # small
 
     name: str = "# no comment"
 
 
 @dataclass
 class Outer(Inner):
-    size: int | None = 4  # of the bigger thing
+    size: int | None = 4  # large
 
 
 def test_docs_are_the_comments_of_a_class_and_its_bases() -> None:
-    assert docs_of(Inner) == {"size": "of the thing"}
-    assert docs_of(Outer) == {"size": "of the bigger thing"}
-    assert docs_of(GSM8KSettings)["split"] == "train, test, or another that the rows have"
+    assert docs_of(Inner) == {"size": "small"}
+    assert docs_of(Outer) == {"size": "large"}
+    assert docs_of(GSM8KSettings)["split"].startswith("train, test")
 
 
 def test_a_chosen_class_adds_its_keys() -> None:
     plain = {key.name for key in keys_of(GRPOSettings)}
     chosen = {key.name: key for key in keys_of(GRPOSettings, chosen={"env": GSM8KSettings})}
-    assert set(chosen) - plain == {
-        "env.path",
-        "env.held_out",
-        "env.long_prompts",
-        "env.pass_rates",
-        "env.min_pass_rate",
-        "env.max_pass_rate",
-        "env.shuffle",
-        "env.seed",
-    }
+    own = "path held_out long_prompts pass_rates min_pass_rate max_pass_rate shuffle seed"
+    assert set(chosen) - plain == {f"env.{name}" for name in own.split()}
     assert chosen["env.max_prompt_tokens"].default == 2048
 
 

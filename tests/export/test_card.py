@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rlpost.cli.main import run as rlpost
+from rlpost import __version__
 from rlpost.export.card import Base, Made, base_of, write_card
+from tests.command_line import CommandLine
 from tests.export.checkpoints import figure, run_with_a_checkpoint
 from tests.run_folders import make_run
+from tests.says import Says
 
 HOSTILE = "env.prompt_template=```\n# pwned | <script>\n---\nlicense: mit"
 
@@ -31,7 +33,7 @@ def card_of(run: Path, folder: Path, to: str = "hf", base: Base | None = None) -
     return yaml.safe_load(front), text
 
 
-def test_card_says_how_the_run_was_made_and_what_it_reached(tmp_path: Path) -> None:
+def test_card_says_how_the_run_was_made_and_what_it_reached(tmp_path: Path, says: Says) -> None:
     rows = [
         {"step": 0, "eval/prompts": 50.0, **figure("accuracy_lenient", 0.1, 0.05, 0.2)},
         {"step": 2, "eval/prompts": 50.0, **figure("accuracy_lenient", 0.5, 0.4, 0.6)},
@@ -39,17 +41,11 @@ def test_card_says_how_the_run_was_made_and_what_it_reached(tmp_path: Path) -> N
     ]
     run = make_run(tmp_path / "my-run", rows, overrides=["env=gsm8k", "steps=4", "optim.lr=1e-05"])
     data, text = card_of(run, tmp_path / "out", base=Base("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", "apache-2.0", []))
-    assert (data["base_model"], data["license"], data["library_name"]) == (
-        "Qwen/Qwen2.5-0.5B",
-        "apache-2.0",
-        "transformers",
-    )
+    made = (data["base_model"], data["license"], data["library_name"])
+    assert made == ("Qwen/Qwen2.5-0.5B", "apache-2.0", "transformers")
     assert "| accuracy | 10.0% [5.0%, 20.0%] | 50 | 50.0% [40.0%, 60.0%] | 50 |" in text
     assert "90.0%" not in text
-    assert "rlpost train grpo env=gsm8k steps=4 optim.lr=1e-05" in text.splitlines()
-    assert "| environment | `gsm8k` |" in text
-    assert "GRPO" in text
-    assert "vllm serve MODEL" in text
+    says("export", text.replace(__version__, "VERSION"))
 
 
 def test_text_of_a_run_stays_in_its_code_block(tmp_path: Path) -> None:
@@ -74,10 +70,10 @@ def test_base_is_followed_through_runs_to_its_card(tmp_path: Path) -> None:
     (second / "config.yaml").write_text(f"model:\n  path: {first}\n")
     assert base_of(second) == Base(str(base), None, "gemma", ["first"])
     _, text = card_of(second, tmp_path / "out")
-    assert "| trained before in | `first` |" in text
+    assert " | `first` |" in text
 
 
-def test_ids_that_the_base_of_an_adapter_does_not_stop_at_stand_in_the_commands(tmp_path: Path) -> None:
+def test_ids_at_which_an_adapter_stops_stand_in_the_commands(tmp_path: Path) -> None:
     run, folder = make_run(tmp_path / "my-run"), tmp_path / "out"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "Some/Base"}')
@@ -131,20 +127,17 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
     yield Hub
     server.shutdown()
 
 
-def test_upload_makes_a_private_repository_of_all_files(
-    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_upload_makes_a_private_repository_of_all_files(hub: type[Hub], here: Path, rlpost: CommandLine) -> None:
     run_with_a_checkpoint(Path("runs/my-run"))
-    assert rlpost(["export", "my-run", "--hub", "me/mine", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["hub"].endswith("/me/mine")
+    told = rlpost.json("export my-run --hub me/mine")
+    assert told["hub"].endswith("/me/mine")
     [(_, key, created)] = [asked for asked in hub.asked if asked[0] == "/api/repos/create"]
-    assert (key, json.loads(created)["visibility"]) == ("Bearer hf_secret", "private")
+    assert (key, json.loads(created)["visibility"]) == ("Bearer secret", "private")
     [(_, _, commit)] = [asked for asked in hub.asked if "/commit/" in asked[0]]
     files = [line["value"] for line in map(json.loads, commit.splitlines()) if line["key"] == "file"]
     folder = Path("exports/my-run-hf-bfloat16")
@@ -153,28 +146,19 @@ def test_upload_makes_a_private_repository_of_all_files(
     }
 
 
-def test_refused_upload_keeps_the_export_and_says_how_to_go_on(
-    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_refused_upload_keeps_the_export_and_says_how_to_go_on(hub: type[Hub], here: Path, rlpost: CommandLine) -> None:
     run_with_a_checkpoint(Path("runs/my-run"))
     hub.refuses = True
-    assert rlpost(["export", "my-run", "--hub", "me/mine"]) == 3
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: exports/my-run-hf-bfloat16 is written, but uploading it to me/mine failed (")
-    assert error.endswith("type hf upload me/mine exports/my-run-hf-bfloat16")
+    rlpost("export my-run --hub me/mine", 3)
+    assert rlpost.err.split()[-4:] == ["hf", "upload", "me/mine", "exports/my-run-hf-bfloat16"]
     assert Path("exports/my-run-hf-bfloat16/model.safetensors").is_file()
 
 
 def test_upload_without_a_token_is_refused_before_the_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, rlpost: CommandLine, says: Says
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(here / "none"))
     run_with_a_checkpoint(Path("runs/my-run"))
-    assert rlpost(["export", "my-run", "--hub", "me/mine"]) == 2
-    assert "no Hugging Face token found" in capsys.readouterr().err
-    assert rlpost(["export", "my-run", "--hub", "a/b/c"]) == 2
-    assert "is not a name of the hub" in capsys.readouterr().err
+    says("export", rlpost.refusals("export my-run --hub me/mine\nexport my-run --hub a/b/c"))
     assert not Path("exports").exists()

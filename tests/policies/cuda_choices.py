@@ -89,7 +89,7 @@ def choices(folder: Path, settings: VLLMSettings, **more: Any) -> dict[str, Any]
 
 
 def main(folder: Path) -> None:
-    """Print the choices for an engine as it is, and with an adapter."""
+    """Print the choices for an engine, for one with an adapter, and the arguments where nothing is said of memory."""
     config_module.HAS_TRITON = True  # the wheel for CUDA has it
     registry._LazyRegisteredModel.inspect_model_cls = lambda model: LLAMA  # type: ignore[method-assign]
     torch.cuda.is_available = lambda: True
@@ -97,9 +97,11 @@ def main(folder: Path) -> None:
     policy.bfloat16_is_fast = lambda device: (True, "")
     chosen = VLLMSettings(max_num_seqs=512, kv_cache_gb=1.5, gpu_memory_utilization=0.1)
     found = {
-        "as it is": choices(folder, chosen),
-        "with an adapter": choices(folder, chosen, adapter_rank=16),
+        "plain": choices(folder, chosen),
+        "adapter": choices(folder, chosen, adapter_rank=16),
     }
+    torch.cuda.get_device_properties = lambda index=0: SimpleNamespace(total_memory=24 * GIB)  # type: ignore[assignment]
+    found["left open"] = policy.engine_arguments(folder, VLLMSettings(sleep=True), max_model_len=1024, seed=0)
     print(json.dumps(found))
 
 

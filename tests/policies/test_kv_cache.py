@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from rlpost.errors import ConfigError, PolicyError
-from rlpost.estimate.needs import USUAL_SHARE
-from rlpost.model.conversion import tiny_tokenizer
-from rlpost.policies import vLLMWrapper
+from rlpost.errors import ConfigError
 from rlpost.policies.vllm import engine_arguments, kv_bytes_per_token, kv_cache_arguments
 from rlpost.settings import DType, VLLMSettings
 
 SMOLLM2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768}
-QWEN3 = {
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "hidden_size": 1024,
-    "head_dim": 128,
-}
+QWEN3 = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024}
 
 
 @pytest.fixture
@@ -39,7 +28,7 @@ def smollm2(tmp_path: Path) -> Path:
         (SMOLLM2, "bfloat16", 2 * 30 * 3 * 64 * 2),
         (SMOLLM2, "float32", 2 * 30 * 3 * 64 * 4),
         (GPT2, "bfloat16", 2 * 12 * 12 * 64 * 2),  # every head has its own keys and values
-        (QWEN3, "float16", 2 * 28 * 8 * 128 * 2),  # not 1024 / 16
+        ({**QWEN3, "head_dim": 128}, "float16", 2 * 28 * 8 * 128 * 2),  # not 1024 / 16
         ({**SMOLLM2, "mamba_d_state": 16}, "bfloat16", None),
         ({**SMOLLM2, "kv_lora_rank": 512}, "bfloat16", None),
         ({"vocab_size": 32000}, "bfloat16", None),
@@ -61,13 +50,13 @@ def test_a_token_takes_its_keys_and_values_in_every_layer(config: dict[str, int]
         (VLLMSettings(dtype=DType.bfloat16, kv_cache_gb=3.5), 176, 3_500_000_000),
     ],
 )
-def test_the_cache_holds_the_conversations_at_once_or_what_was_asked(
+def test_the_cache_holds_the_conversations_or_what_was_asked(
     settings: VLLMSettings, longest: int, size: int, smollm2: Path
 ) -> None:
     assert kv_cache_arguments(smollm2, settings, longest) == {"kv_cache_memory_bytes": size, "block_size": 32}
 
 
-def test_a_model_that_keeps_other_state_gets_1_gb_or_what_was_asked(tmp_path: Path) -> None:
+def test_a_model_with_other_state_gets_1_gb_or_what_was_asked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {**SMOLLM2, "linear_num_key_heads": 16}}))
     recurrent = {"enable_prefix_caching": False}
     found = [kv_cache_arguments(tmp_path, VLLMSettings(kv_cache_gb=asked), 176) for asked in (None, 0.5)]
@@ -81,25 +70,14 @@ def test_a_model_with_latent_attention_keeps_its_prefixes(tmp_path: Path) -> Non
 
 def test_a_cache_without_room_for_a_conversation_is_refused(smollm2: Path) -> None:
     settings = VLLMSettings(dtype=DType.bfloat16, kv_cache_gb=0.005)
-    with pytest.raises(ConfigError, match=r"policy\.kv_cache_gb=0\.005 has no room for .* 176 tokens, .*0\.0052 GB"):
+    with pytest.raises(ConfigError, match=r"policy\.kv_cache_gb=0\.005 .* 176 .*0\.0052"):
         kv_cache_arguments(smollm2, settings, 176)
 
 
-def test_the_engine_is_given_the_size_on_a_cpu_and_on_a_gpu(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_given_the_size_that_was_asked(smollm2: Path) -> None:
     settings = VLLMSettings(dtype=DType.bfloat16, kv_cache_gb=0.5)
     arguments = engine_arguments(smollm2, settings, max_model_len=176, seed=0)
     assert arguments["kv_cache_memory_bytes"] == 500_000_000
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    of_24_gb = SimpleNamespace(total_memory=24 * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: of_24_gb)
-    arguments = engine_arguments(smollm2, settings, max_model_len=176, seed=0)
-    assert (arguments["kv_cache_memory_bytes"], arguments["max_num_batched_tokens"]) == (500_000_000, 8192)
-    assert arguments["gpu_memory_utilization"] == USUAL_SHARE
-    assert arguments["enable_sleep_mode"] is False
-    left_open = VLLMSettings(dtype=DType.bfloat16)
-    assert "kv_cache_memory_bytes" not in engine_arguments(smollm2, left_open, max_model_len=176, seed=0)
-    settings.sleep = True
-    assert engine_arguments(smollm2, settings, max_model_len=176, seed=0)["enable_sleep_mode"] is True
 
 
 def test_a_format_left_to_the_machine_is_the_cache_s_too(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,19 +86,3 @@ def test_a_format_left_to_the_machine_is_the_cache_s_too(smollm2: Path, monkeypa
         monkeypatch.setattr("rlpost.policies.vllm.bfloat16_is_fast", lambda device, fast=fast: (fast, ""))
         arguments = engine_arguments(smollm2, VLLMSettings(max_num_seqs=1), max_model_len=32, seed=0)
         assert arguments["kv_cache_memory_bytes"] == (1 + 1) * 32 * 2 * 30 * 3 * 64 * number_bytes
-
-
-def test_what_a_configuration_of_vllm_lacks_is_said(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pydantic = pytest.importorskip("pydantic")
-
-    class Config(pydantic.BaseModel):
-        block_size: int
-
-    def refuse(*arguments: object) -> None:
-        Config(block_size="many")
-
-    monkeypatch.setattr("rlpost.policies.vllm.require_vllm", lambda: None)
-    monkeypatch.setattr("rlpost.policies.vllm.start_engine", refuse)
-    policy = vLLMWrapper(tiny_folder, tiny_tokenizer(), settings=VLLMSettings(dtype=DType.float32))
-    with pytest.raises(PolicyError, match=r"\(ValidationError: Input should be a valid integer.*policy=transformers"):
-        policy.start()

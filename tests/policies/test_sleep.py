@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlpost.data.conversation import Completion
+from rlpost.errors import PolicyError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.model.weights import SavedWeights
 from rlpost.policies import vLLMWrapper
@@ -27,6 +28,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.called: list[str] = []
+        self.memory = True
         self.off: set[str] = set()
         core = SimpleNamespace(shutdown=lambda: None)
         self.llm_engine = SimpleNamespace(engine_core=core, model_config=SimpleNamespace(dtype=torch.float32))
@@ -36,6 +38,8 @@ class Recorder:
         self.off = {"weights", "kv_cache"}
 
     def wake_up(self, tags: list[str]) -> None:
+        if not self.memory:
+            raise RuntimeError("full")
         self.called.append(f"wake {' '.join(tags)}")
         self.off -= set(tags)
 
@@ -81,26 +85,26 @@ def test_weights_come_back_before_a_push_and_the_cache_behind_it(
     policy, llm = case
     weights = dict(SavedWeights(tiny_folder))
     policy.reload = lambda: policy.load_weights(weights)
-    for _ in range(2):
+    policy.settings.sleep = False
+    policy.rest()
+    assert llm.called == []
+    policy.settings.sleep = True
+    for pushes in (True, True, False):
         policy.rest()
         policy.rest()  # once is enough
-        policy.load_weights(weights)
-        sampled(policy)
-    assert llm.called == [*["reset", *SLEEP, *PUSH, "generate"] * 2]
-
-
-def test_a_step_without_a_push_brings_the_weights_all_the_same(
-    case: tuple[vLLMWrapper, Recorder], tiny_folder: Path
-) -> None:
-    policy, llm = case
-    policy.reload = lambda: policy.load_weights(dict(SavedWeights(tiny_folder)))
-    policy.rest()
-    sampled(policy)
-    assert llm.called == ["reset", *SLEEP, *PUSH, "generate"]
+        if pushes:
+            policy.load_weights(weights)
+        sampled(policy)  # without a push the weights come all the same
+    assert llm.called == ["reset", *SLEEP, *PUSH, "generate"] * 3
 
 
 def test_weights_that_no_push_brings_are_kept(case: tuple[vLLMWrapper, Recorder]) -> None:
     policy, llm = case
     policy.rest()  # nobody can push again: rlpost eval, or a policy of somebody else's
     sampled(policy)
-    assert llm.called == ["reset", "sleep 1", "wake weights kv_cache", "generate"]
+    expected = ["reset", "sleep 1", "wake weights kv_cache", "generate"]
+    assert llm.called == expected
+    policy.rest()
+    llm.memory = False
+    with pytest.raises(PolicyError, match=r"full.*policy\.gpu_mem"):
+        sampled(policy)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlpost.estimate.needs import USUAL_SHARE
 from rlpost.policies.base import Request
 from rlpost.policies.vllm import sampling_params
 from rlpost.settings import SamplingSettings
@@ -30,7 +31,7 @@ def choices(tiny_folder: Path) -> dict[str, Any]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kind", ["as it is", "with an adapter"])
+@pytest.mark.parametrize("kind", ["plain", "adapter"])
 def test_vllm_takes_its_second_runner_and_schedules_ahead(choices: dict[str, Any], kind: str) -> None:
     """Seeds, processed log-probs, pushes and versions were read in this road's source: another one has to be read."""
     found = choices[kind]
@@ -43,14 +44,18 @@ def test_vllm_takes_its_second_runner_and_schedules_ahead(choices: dict[str, Any
 
 
 def test_its_memory_and_its_steps_are_those_that_were_chosen(choices: dict[str, Any]) -> None:
-    found = choices["as it is"]
+    found = choices["plain"]
     assert found["kv_cache_memory_bytes"] == found["arguments"]["kv_cache_memory_bytes"] == 1_500_000_000
     assert found["max_num_batched_tokens"] == 16384  # an AsyncLLM would take 2,048
     assert found["arguments"]["gpu_memory_utilization"] == 0.1
     assert found["arguments"]["max_num_seqs"] == 512
     assert found["arguments"]["logprobs_mode"] == "processed_logprobs"
     assert found["arguments"]["enable_sleep_mode"] is False
-    assert choices["with an adapter"]["arguments"]["max_lora_rank"] == 16
+    assert choices["adapter"]["arguments"]["max_lora_rank"] == 16
+    left_open = choices["left open"]
+    assert "kv_cache_memory_bytes" not in left_open
+    assert (left_open["gpu_memory_utilization"], left_open["enable_sleep_mode"]) == (USUAL_SHARE, True)
+    assert left_open["max_num_batched_tokens"] == 8192  # on 24 GB
 
 
 @pytest.mark.parametrize("stop", [[], ["\n\n"], ["<|im_start|>"]])

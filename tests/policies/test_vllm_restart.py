@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
@@ -14,8 +14,8 @@ from rlpost.errors import PolicyError
 from rlpost.imports import is_installed
 from rlpost.policies.base import Request
 from rlpost.policies.vllm import vLLMWrapper
-from rlpost.settings import SamplingSettings, VLLMSettings
-from tests.processes import children
+from rlpost.settings import DType, SamplingSettings, VLLMSettings
+from tests.processes import children, kill_engines_since
 from tests.trainings import train_in, untimed
 
 
@@ -35,7 +35,7 @@ class Failing(vLLMWrapper):
         if self.failures:
             self.failures -= 1
             self._engine = None
-            raise PolicyError("vLLM failed while sampling: the engine's process died; the engine was closed")
+            raise PolicyError("no engine")
         return [len(requests)]
 
 
@@ -50,7 +50,7 @@ def policy(tiny_folder: Path, tiny_tokenizer: Any, failures: int, restarts: int 
 ASKED = [Request([1, 2], 3, 0), Request([1], 3, 1)]
 
 
-def test_it_is_started_again_with_the_present_weights_and_keeps_its_version(
+def test_it_is_started_again_with_the_present_weights(
     tiny_folder: Path, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = policy(tiny_folder, tiny_tokenizer, failures=2)
@@ -58,19 +58,17 @@ def test_it_is_started_again_with_the_present_weights_and_keeps_its_version(
     failing.reload = lambda: brought.append(failing.starts)
     assert failing.generate(ASKED, SamplingSettings()) == [2]
     assert (failing.starts, failing.asked, brought, failing.version) == (3, 3, [2, 3], 7)
-    assert "starting it again (2 of 2)" in caplog.text
+    assert "(2 of 2)" in caplog.text
 
 
-def test_it_is_not_started_again_too_often_or_where_nobody_brings_weights(
-    tiny_folder: Path, tiny_tokenizer: Any
-) -> None:
+def test_it_is_not_started_again_too_often_or_without_weights(tiny_folder: Path, tiny_tokenizer: Any) -> None:
     failing = policy(tiny_folder, tiny_tokenizer, failures=3)
     failing.reload = lambda: None
-    with pytest.raises(PolicyError, match="the engine's process died"):
+    with pytest.raises(PolicyError, match="no engine"):
         failing.generate(ASKED, SamplingSettings())
     for made in (policy(tiny_folder, tiny_tokenizer, failures=1), policy(tiny_folder, tiny_tokenizer, 1, restarts=0)):
         made.reload = None if made.settings.max_restarts else lambda: None
-        with pytest.raises(PolicyError, match="the engine's process died"):
+        with pytest.raises(PolicyError, match="no engine"):
             made.generate(ASKED, SamplingSettings())
         assert made.starts == 1
 
@@ -92,36 +90,34 @@ def test_a_training_whose_engine_is_killed_is_the_same_training(
     words += ["policy.dtype=float32", "model.autocast=none", "prompts_per_step=2", "group_size=4", "steps=4"]
     words += ["eval.enabled=false", "optim.lr=1e-3"]
     assert train_in(TRAIN_GRPO, tmp_path / "whole", words) == 0
-    generate = vLLMWrapper.generate
-    killed: list[str] = []
+    generate, before, killed = vLLMWrapper.generate, children(), False
 
     def disturbed(self: vLLMWrapper, requests: Any, sampling: Any) -> Any:
+        nonlocal killed
         if self.version == 2 and not killed:
-            for process, command in children().items():
-                if "EngineCore" in command or "EngineCore" in process.name():
-                    os.kill(process.pid, signal.SIGKILL)
-                    killed.append(command)
+            kill_engines_since(before)
+            killed = True
         return generate(self, requests, sampling)
 
     monkeypatch.setattr(vLLMWrapper, "generate", disturbed)
     assert train_in(TRAIN_GRPO, tmp_path / "broken", words) == 0
     assert killed
-    assert "starting it again (1 of 2)" in (tmp_path / "broken/log.txt").read_text()
+    assert "(1 of 2)" in (tmp_path / "broken/log.txt").read_text()
     assert untimed(tmp_path / "broken") == untimed(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    [
+        (lambda: int("No available memory\nTry it"), "ValueError: .*No available memory"),
+        (lambda: pydantic.TypeAdapter(int).validate_python("many"), "ValidationError: Input .*integer"),
+    ],
+)
 def test_an_engine_without_memory_names_what_to_lower(
-    tiny_folder: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    work: Callable[[], object], reason: str, tiny_folder: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_installed("vllm"):
-        pytest.skip("vLLM is not installed")
-
-    def full(arguments: Any, settings: Any) -> None:
-        raise ValueError("No available memory for the cache blocks.\nTry increasing it")
-
-    monkeypatch.setattr("rlpost.policies.vllm.start_engine", full)
-    starting = vLLMWrapper(tiny_folder, tiny_tokenizer, settings=VLLMSettings())
-    with pytest.raises(
-        PolicyError, match=r"could not start on .* \(ValueError: No available memory .*lower policy.kv_cache_gb"
-    ):
+    monkeypatch.setattr("rlpost.policies.vllm.require_vllm", lambda: None)
+    monkeypatch.setattr("rlpost.policies.vllm.start_engine", lambda *arguments: work())
+    starting = vLLMWrapper(tiny_folder, tiny_tokenizer, settings=VLLMSettings(dtype=DType.float32))
+    with pytest.raises(PolicyError, match=rf"\({reason}.*\).*policy\.kv_cache_gb"):
         starting.start()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +84,6 @@ def test_a_slice_of_a_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:
     assert tensors["columns"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        save(tmp_path, step, best=2 if step > 1 else 1)
-    assert names(tmp_path) == ["best", "latest", "step-000002", "step-000004", "step-000005"]
-    assert os.readlink(tmp_path / "best") == "step-000002"
-    save(tmp_path, 6, best=6)
-    assert names(tmp_path) == ["best", "latest", "step-000005", "step-000006"]
-
-
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 4)
     path = save(tmp_path, 4, state={"again": True})
@@ -99,22 +92,24 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [1, 3, 5])
-def test_the_state_of_another_version_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int
-) -> None:
-    monkeypatch.setattr("rlpost.runs.checkpoint.FORMAT", other)
-    path = save(tmp_path, 1)
-    monkeypatch.undo()
+def test_the_state_of_another_version_is_refused_in_one_line(tmp_path: Path, other: int) -> None:
+    path = save(tmp_path, 1, state={"format": other})
     for read in (verify, load_checkpoint):
-        with pytest.raises(
-            CheckpointError,
-            match=rf"another version of rlpost \(its state has format {other}, this one reads 4\).* with model\.path=",
-        ) as said:
+        with pytest.raises(CheckpointError, match=rf"format {other}, .* 4\).* model\.path=") as refused:
             read(path)
-        assert "\n" not in str(said.value)
+        assert "\n" not in str(refused.value)
 
 
 # Which there are
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, best=2 if step > 1 else 1)
+    assert names(tmp_path) == ["best", "latest", "step-000002", "step-000004", "step-000005"]
+    assert os.readlink(tmp_path / "best") == "step-000002"
+    save(tmp_path, 6, best=6)
+    assert names(tmp_path) == ["best", "latest", "step-000005", "step-000006"]
 
 
 def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) -> None:
@@ -145,13 +140,8 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
 
 
-def test_what_a_crash_left_half_written_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / ".step-000002.incomplete" / "model").mkdir(parents=True)
-    save(tmp_path, 3)
-    assert names(tmp_path) == ["latest", "step-000003"]
-
-
 def test_later_checkpoints_are_dropped_and_latest_follows(tmp_path: Path) -> None:
+    (tmp_path / ".step-000002.incomplete" / "model").mkdir(parents=True)  # left by a crash: the next save clears it
     for step in (10, 20, 30):
         save(tmp_path, step, keep_last=5)
     assert [path.name for path in drop_checkpoints_after(tmp_path, 15)] == ["step-000020", "step-000030"]
@@ -161,10 +151,7 @@ def test_later_checkpoints_are_dropped_and_latest_follows(tmp_path: Path) -> Non
     assert names(tmp_path) == []
 
 
-# The model alone
-
-
-def test_a_run_that_was_copied_with_folders_for_links_has_its_links_again(tmp_path: Path) -> None:
+def test_a_run_copied_with_folders_for_links_has_links_again(tmp_path: Path) -> None:
     save(tmp_path / "there", 1, best=1)
     save(tmp_path / "there", 2, best=1)
     shutil.copytree(tmp_path / "there", tmp_path / "here")  # which follows links, as scp does
@@ -177,26 +164,22 @@ def test_a_run_that_was_copied_with_folders_for_links_has_its_links_again(tmp_pa
     assert names(tmp_path / "further") == []
 
 
+# The model alone
+
+
 def test_all_but_the_newest_keep_the_model_alone(tmp_path: Path) -> None:
-    write_adapter = write_model
     for step in (1, 2, 3):
-        save(tmp_path, step, best=1, write_adapter=write_adapter)
+        save(tmp_path, step, best=1, write_adapter=write_model)
     assert names(tmp_path) == ["best", "latest", "step-000001", "step-000002", "step-000003"]
     for step in (1, 2):
         older = tmp_path / f"step-{step:06d}"
         assert names(older) == ["adapter", "manifest.json", "model"]
         verify(older)  # as a model
-        with pytest.raises(CheckpointError, match=f"step-{step:06d} keeps the model alone: resume from latest"):
+        with pytest.raises(CheckpointError, match=rf"step-{step:06d} .* from latest$"):
             load_checkpoint(older)
     assert load_checkpoint(tmp_path / "step-000003")[1] == STATE
-
-
-def test_a_model_that_is_kept_alone_is_still_checked(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step)
-    weights = tmp_path / "step-000001" / "model" / "weights.bin"
-    weights.write_bytes(bytes(256))
-    with pytest.raises(CheckpointError, match=r"weights\.bin is not what was written"):
+    (tmp_path / "step-000001" / "model" / "weights.bin").write_bytes(bytes(256))
+    with pytest.raises(CheckpointError, match=r"weights\.bin"):
         verify(tmp_path / "step-000001")
 
 
@@ -205,10 +188,12 @@ def test_what_is_freed_is_the_state(tmp_path: Path) -> None:
     size = sum((path / "state" / name).stat().st_size for name in ("tensors.safetensors", "state.json"))
     assert (bytes_of_state(path), keep_the_model_alone(path), bytes_of_state(path)) == (size, size, 0)
     assert keep_the_model_alone(path) == 0
+    with pytest.raises(CheckpointError, match=re.escape(f"model.path={path}")):  # there is no other to resume from
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize("dies_in", ["os.replace", "shutil.rmtree"])
-def test_a_crash_while_state_is_removed_keeps_a_checkpoint_to_resume(
+def test_a_crash_while_state_is_removed_keeps_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str
 ) -> None:
     older = save(tmp_path, 1)
@@ -226,7 +211,7 @@ def test_a_crash_while_state_is_removed_keeps_a_checkpoint_to_resume(
     assert latest(tmp_path) == "step-000002"
     assert load_checkpoint(tmp_path / "step-000002")[1] == STATE
     verify(older)
-    with pytest.raises(CheckpointError, match="keeps the model alone"):
+    with pytest.raises(CheckpointError, match="step-000001"):
         load_checkpoint(older)
     save(tmp_path, 3)
     assert names(tmp_path / "step-000002") == ["manifest.json", "model"]
@@ -251,45 +236,30 @@ def test_a_step_that_is_saved_again_and_fails_is_what_it_was(
         save(tmp_path, 1)
     monkeypatch.undo()
     verify(before)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
+    assert names(tmp_path) == ["latest", "step-000001"]
     save(tmp_path, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
-
-
-def test_a_run_without_a_whole_checkpoint_says_what_can_be_done(tmp_path: Path) -> None:
-    path = save(tmp_path / "checkpoints", 1)
-    keep_the_model_alone(path)
-    with pytest.raises(CheckpointError, match=f"begin another run from it with model.path={path}"):
-        load_checkpoint(path)
+    assert names(tmp_path) == ["latest", "step-000001"]
 
 
 # Damage
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
-    path = save(tmp_path, 1)
-    content = (path / name).read_bytes()
-    (path / name).write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
-        load_checkpoint(path)
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_refused_by_the_name_of_its_file(tmp_path: Path, name: str) -> None:
-    path = save(tmp_path, 1)
-    content = bytearray((path / name).read_bytes())
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    (path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
-        load_checkpoint(path)
+    file.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink], ids=["cut", "a flipped bit", "missing"])
+def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, damage: Callable[[Path], object], name: str) -> None:
     path = save(tmp_path, 1)
-    (path / name).unlink()
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+    damage(path / name)
+    with pytest.raises(CheckpointError, match=re.escape(str(path / name))):
         load_checkpoint(path)
 
 
@@ -299,14 +269,14 @@ def test_a_manifest_that_cannot_be_read_is_refused(tmp_path: Path, content: byte
     (path / "manifest.json").unlink()
     if content is not None:
         (path / "manifest.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is not a complete checkpoint: its manifest\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
         load_checkpoint(path)
 
 
 def test_a_manifest_that_leaves_the_state_out_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tensors\.safetensors is not what was written"):
+    with pytest.raises(CheckpointError, match=r"tensors\.safetensors"):
         load_checkpoint(path)
 
 
@@ -324,80 +294,12 @@ def test_no_changed_byte_of_the_manifest_goes_unnoticed(tmp_path: Path) -> None:
         assert chr(content[place]).isspace() or json.loads(bytes(changed)) == json.loads(content)
 
 
-# A disk that does not take it
-
-
-def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    """No file may grow beyond 1000 bytes: the tensors of the second checkpoint do not fit."""
-    save(tmp_path, 1)
-    program = f"""
-import resource, sys, torch
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from pathlib import Path
-from rlpost.errors import CheckpointError
-from test_checkpoint import save
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    save(Path({str(tmp_path)!r}), 2, tensors={{"big": torch.zeros(1000)}})
-except CheckpointError as error:
-    print("refused:", error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"refused: cannot write checkpoint {tmp_path}/step-000002: ")
-    assert "free some space" in done.stdout
-    assert (names(tmp_path), latest(tmp_path)) == (["latest", "step-000001"], "step-000001")
-    assert load_checkpoint(tmp_path / "step-000001")[1] == STATE
-
-
-def test_a_file_system_without_room_is_refused_cleanly(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small tmpfs is not allowed here")
-    try:
-        save(disk, 1)
-        with pytest.raises(CheckpointError, match=r"step-000002: .*No space left on device"):
-            save(disk, 2, tensors={"big": torch.zeros(100_000)})
-        assert (names(disk), latest(disk)) == (["latest", "step-000001"], "step-000001")
-        save(disk, 3, tensors={"small": torch.zeros(10)})
-        assert load_checkpoint(disk / "step-000003")[0]["small"].numel() == 10
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_a_model_that_cannot_be_written_leaves_no_trace(tmp_path: Path) -> None:
-    def broken(folder: Path) -> None:
-        write_model(folder)
-        raise ValueError("a bug, not a full disk")
-
-    with pytest.raises(ValueError, match="a bug"):
-        save(tmp_path, 1, write_model=broken)
-    assert names(tmp_path) == []
-
-
-def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*checkpoints/step-000001"):
-        save(tmp_path / "checkpoints", 1)
-
-
-# What a machine that stops leaves
-
-
-def test_a_checkpoint_is_synced_before_its_name_and_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = recorded(monkeypatch)
-    save(tmp_path / "checkpoints", 3)
-    named = steps.index("replaced")
-    files = {name.rpartition("/")[2] for name in [*FILES, "manifest.json"]}
-    folders = {"model", "state", ".step-000003.incomplete"}
-    assert {step.removeprefix("synced ") for step in steps[:named]} == files | folders
-    assert steps[named:] == [
-        "replaced",
-        "synced checkpoints",
-        "replaced",
-        "synced checkpoints",
-    ]  # its name, then `latest`
+def test_a_model_of_a_checkpoint_without_its_manifest_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 1)
+    verify_model(path / "model")
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-000001 .*manifest\.json"):
+        verify_model(path / "model")
 
 
 def test_what_is_not_whole_is_named(tmp_path: Path) -> None:
@@ -413,9 +315,46 @@ def test_what_is_not_whole_is_named(tmp_path: Path) -> None:
     assert [path.name for path in unfinished_saves(folder)] == [".step-000005.incomplete"]
 
 
-def test_a_model_of_a_checkpoint_without_its_manifest_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path / "checkpoints", 1)
-    verify_model(path / "model")
-    (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"step-000001 is not a complete checkpoint: it has no manifest\.json"):
-        verify_model(path / "model")
+# A disk that does not take it, and a machine that stops
+
+
+def test_a_full_disk_leaves_only_the_earlier_checkpoint(tmp_path: Path) -> None:
+    """No file may grow beyond 1000 bytes: the tensors of the second checkpoint do not fit."""
+    save(tmp_path, 1)
+    program = f"""
+import resource, sys, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from rlpost.errors import CheckpointError
+from test_checkpoint import save
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    save(Path({str(tmp_path)!r}), 2, tensors={{"big": torch.zeros(1000)}})
+except CheckpointError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("refused: ")
+    assert f"{tmp_path}/step-000002: " in done.stdout
+    assert (names(tmp_path), latest(tmp_path)) == (["latest", "step-000001"], "step-000001")
+    assert load_checkpoint(tmp_path / "step-000001")[1] == STATE
+
+
+def test_a_model_that_cannot_be_written_leaves_no_trace(tmp_path: Path) -> None:
+    def broken(folder: Path) -> None:
+        write_model(folder)
+        raise ValueError("a bug, not a full disk")
+
+    with pytest.raises(ValueError, match="a bug"):
+        save(tmp_path, 1, write_model=broken)
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_is_synced_before_its_name_and_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = recorded(monkeypatch)
+    save(tmp_path / "checkpoints", 3)
+    named = steps.index("replaced")
+    files = {name.rpartition("/")[2] for name in [*FILES, "manifest.json"]}
+    folders = {"model", "state", ".step-000003.incomplete"}
+    assert {step.removeprefix("synced ") for step in steps[:named]} == files | folders
+    assert steps[named:] == ["replaced", "synced checkpoints"] * 2  # its name, then `latest`

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlpost.cli.main import run
 from rlpost.record import FAILED, FINISHED
 from rlpost.runs.diagnosis import Diagnosis, repeated_text, symptoms_of
+from tests.command_line import CommandLine
+from tests.run_folders import make_run, verdict
+from tests.says import Says
 
 # The figures of runs that learned: sums by a small model in several ways of sampling, and letters by the tiny one
 HEALTHY: dict[str, dict[str, list[Any]]] = json.loads(
@@ -49,16 +51,8 @@ def test_missing_metrics_cause_no_symptom() -> None:
         assert named_in(columns | {name: [unknown] * len(columns["step"]) for name in names}) == {}
 
 
-def test_there_are_twenty_healthy_ones() -> None:
-    assert len(HEALTHY) >= 20
-    assert all(max(trace["reward/mean"]) > trace["reward/mean"][0] for trace in HEALTHY.values())
-
-
 def held(name: str, value: float) -> Change:
-    def change(columns: Columns, steps: int) -> None:
-        columns[name] = [value] * steps
-
-    return change
+    return ramp(name, value, value)
 
 
 def ramp(name: str, first: float, last: float) -> Change:
@@ -192,7 +186,7 @@ def test_a_sound_training_on_rows_has_no_symptom(name: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "names"), [(1, ["few held-out rows"]), (9, ["few held-out rows"]), (10, [])])
-def test_few_held_out_rows_are_a_symptom_of_the_finished_run_alone(rows: int, names: list[str], tmp_path: Path) -> None:
+def test_few_held_out_rows_are_a_symptom_of_a_finished_run(rows: int, names: list[str], tmp_path: Path) -> None:
     trace = [{"step": 0, "eval/loss": 2.0, "eval/rows": float(rows)}, {"step": 1, "loss/sft": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trace))
     assert [symptom.name for symptom in symptoms_of(tmp_path)[0]] == names
@@ -203,58 +197,41 @@ def test_repeated_text_is_named() -> None:
     prompts = [f"{n} + 1?" for n in range(8) for _ in range(4)]
     looping = repeated_text(9, ["the the the " * 60] * 32, prompts)
     assert looping is not None
-    assert looping.evidence.startswith("32 of 32 completions repeat themselves, as 'the the")
-    same = repeated_text(9, ["I do not know."] * 31 + ["4"], prompts)
+    assert looping.evidence.startswith("32 of 32 ")
+    same = repeated_text(9, ["Unknown."] * 31 + ["4"], prompts)
     assert same is not None
-    assert "31 of 32 completions to 8 prompts are 'I do not know.'" in same.evidence
-    assert repeated_text(9, [f"{n} is the answer" for n in range(32)], prompts) is None
+    assert "31 of 32 " in same.evidence
+    assert "'Unknown.'" in same.evidence
+    varied = [f"{n} is the answer" for n in range(32)]
+    assert repeated_text(9, varied, prompts) is None
     assert repeated_text(9, [""] * 32, prompts) is None
 
 
-def test_the_verb_names_what_it_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_names_what_it_finds(rlpost: CommandLine, says: Says, tmp_path: Path) -> None:
     healthy, changes, expected = SICK["too high a rate"]
+    well, sick = tmp_path / "well", tmp_path / "sick"
     columns = {key: list(values) for key, values in HEALTHY[healthy].items()}
-    for folder, change in (("well", []), ("sick", changes)):
-        for each in change:
-            each(columns, len(columns["step"]))
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.yaml").write_text("{}")
-        text = "".join(json.dumps(row) + "\n" for row in rows_of(columns))
-        (tmp_path / folder / "metrics.jsonl").write_text(text)
-    assert run(["runs", "diagnose", str(tmp_path / "well")]) == 0
-    assert capsys.readouterr().out == (
-        "error: how it ended is unknown: log.txt does not say\nnothing else stands out in 60 steps\n"
-    )
-    (tmp_path / "well" / "log.txt").write_text(f"2026-01-01 00:00:00,000 INFO {FINISHED}\n")
-    assert run(["runs", "diagnose", str(tmp_path / "well")]) == 0
-    assert capsys.readouterr().out == "nothing stands out in 60 steps\n"
-    (tmp_path / "well" / "log.txt").write_text(f"2026-01-01 00:00:00,000 ERROR {FAILED} RewardError: no reward\n")
-    assert run(["runs", "diagnose", str(tmp_path / "well"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["state"], told["error"], told["symptoms"]) == ("failed", "RewardError: no reward", [])
-    assert run(["runs", "diagnose", str(tmp_path / "sick"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    make_run(well, rows_of(columns), steps=100, log="")
+    for change in changes:
+        change(columns, len(columns["step"]))
+    make_run(sick, rows_of(columns))
+    for log in ("", verdict(FINISHED)):
+        (well / "log.txt").write_text(log)
+        says("runs", rlpost(f"runs diagnose {well}"))
+    (well / "log.txt").write_text(verdict(f"{FAILED} RewardError: nan"))
+    told = rlpost.json(f"runs diagnose {well}")
+    assert (told["state"], told["error"], told["symptoms"]) == ("failed", "RewardError: nan", [])
+    told = rlpost.json(f"runs diagnose {sick}")
     assert expected in [symptom["name"] for symptom in told["symptoms"]]
     assert told["steps"] == 60
 
 
-@pytest.mark.parametrize(
-    ("steps", "said"),
-    [
-        (7, "nothing stands out in 7 steps; most symptoms take 8 steps to show\n"),
-        (
-            8,
-            "truncation (steps 4-8): 67% -> 100% of the held-out completions were truncated; "
-            "raise env.max_completion_tokens\n",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("steps", "names"), [(7, []), (8, ["truncation"])])
 def test_the_verb_reads_the_evaluation_before_training(
-    steps: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    steps: int, names: list[str], rlpost: CommandLine, says: Says, tmp_path: Path
 ) -> None:
     before = {"step": 0, "eval/truncated": 0.67, "eval/accuracy_lenient": 0.0}
     rows = [before, *({"step": step} for step in range(1, steps)), before | {"step": steps, "eval/truncated": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "log.txt").write_text(f"2026-01-01 00:00:00,000 INFO {FINISHED}\n")
-    assert run(["runs", "diagnose", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == said
+    run = make_run(tmp_path / "run", rows)
+    assert [symptom["name"] for symptom in rlpost.json(f"runs diagnose {run}")["symptoms"]] == names
+    says("runs", rlpost(f"runs diagnose {run}"))

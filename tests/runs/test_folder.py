@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,15 @@ from tensordict import TensorDict
 import rlpost
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
-from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.runs.checkpoint import save_checkpoint
+from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError
 from rlpost.runs.folder import RunFolder
 from rlpost.runs.reader import RunState, read_run
 from rlpost.settings.commands import RunRequest
+from tests.run_folders import save_checkpoint_of
+from tests.trainings import metrics
 
 Batch = Callable[..., TensorDict]
-FIGURES = {
-    "reward/mean": 0.5,
-    "completion/tokens_mean": 2.0,
-    "tokens/generated": 4.0,
-    "time/rollout": 1.0,
-    "time/train": 1.0,
-    "time/sync": 0.1,
-}
+FIGURES = {"reward/mean": 0.5, "tokens/generated": 4.0, "time/train": 1.0}
 
 
 class Noting(RunFolder):
@@ -48,27 +41,13 @@ def make(folder: Path, *, resume: str | None = None, total_steps: int = 4, confi
     return made
 
 
-def save(run_folder: Path, step: int) -> Path:
-    def write_model(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-
-    return save_checkpoint(
-        run_folder / "checkpoints", step, write_model=write_model, tensors={"a": torch.ones(2)}, state={}, keep_last=9
-    )
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 # What it holds
 
 
 def test_a_resume_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with make(folder) as run:
-        save(folder, 4)
+        save_checkpoint_of(folder, 4)
         run.record(4, FIGURES)
     names = ("config.yaml", "overrides.txt", "command.txt", "environment.json", "metrics.jsonl")
     before = {name: (folder / name).read_bytes() for name in names}
@@ -76,9 +55,9 @@ def test_a_resume_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) ->
     def refuse() -> None:
         with make(folder, resume="auto", total_steps=9, config="steps: 9\n") as run:
             assert run.resume_from is not None
-            raise ConfigError("--resume: the run began with another seed; keep it")
+            raise ConfigError("another seed")
 
-    with pytest.raises(ConfigError, match="keep it"):
+    with pytest.raises(ConfigError, match="another seed"):
         refuse()
     assert {name: (folder / name).read_bytes() for name in names} == before
     assert "not resumed" in (folder / "log.txt").read_text()
@@ -88,7 +67,7 @@ def test_a_resume_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) ->
 def test_a_resume_is_written_down_once_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with make(folder):
-        save(folder, 4)
+        save_checkpoint_of(folder, 4)
     with make(folder, resume="auto", total_steps=9, config="steps: 9\n") as run:
         run.forget_after(4)
         assert read_run(folder).config == {"steps": 9}
@@ -125,35 +104,25 @@ def test_values_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
     assert line == '{"step": 0, "a": null, "b": null, "c": null, "d": 1.5, "e": 3}\n'
 
 
-def test_an_error_that_ends_the_run_is_in_its_log(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="broken"), make(tmp_path):
-        raise ValueError("broken")
-    assert "ERROR the run ended with ValueError: broken" in (tmp_path / "log.txt").read_text()
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_run_refused_before_its_first_step_leaves_no_folder(tmp_path: Path, step: int) -> None:
+    run = make(tmp_path / "new")
 
-
-def ended_by(error: Exception, folder: Path, step: int = 0) -> Noting:
-    """A run that `error` ended after it recorded `step`."""
-    run = make(folder)
-
-    def end() -> None:
+    def refuse() -> None:
         with run:
             run.record(step, FIGURES)
-            raise error
+            raise DataError("the prompt of row 3 is too long")
 
-    with pytest.raises(type(error)):
-        end()
-    return run
-
-
-def test_a_run_refused_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:
-    run = ended_by(DataError("the prompt of row 3 is too long"), tmp_path / "new")
-    assert list(tmp_path.iterdir()) == []
-    assert run.notes == [f"nothing was trained, so {tmp_path / 'new'} is removed"]
+    with pytest.raises(DataError):
+        refuse()
+    assert run.path.exists() == (step > 0)
+    assert [str(run.path) in note for note in run.notes] == [True] * (step == 0)
 
 
 def test_a_folder_that_was_there_before_a_refused_run_stays(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    ended_by(DataError("the prompt of row 3 is too long"), tmp_path)
+    with pytest.raises(DataError, match="row 3"), make(tmp_path):
+        raise DataError("row 3")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -161,91 +130,58 @@ def test_a_folder_that_was_there_before_a_refused_run_stays(tmp_path: Path) -> N
 
 
 def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from rlpost.runs.folder import RunFolder\n"
-        "from rlpost.settings.commands import RunRequest; from rlpost.errors import ConfigError\n"
-        "try:\n"
-        "    with RunFolder(RunRequest(Path(sys.argv[1]), None, [], [], ''), seed=0, note=print):\n"
-        "        print('mine')\n"
-        "except ConfigError as error:\n"
-        "    print(error)\n"
-    )
-
-    def second() -> str:
-        command = [sys.executable, "-c", program, str(tmp_path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
     with make(tmp_path, config="first"):
-        assert second() == f"{tmp_path} is in use by another rlpost process: give another --name"
+        with pytest.raises(ConfigError, match="--name"), make(tmp_path):
+            pass
         assert (tmp_path / "config.yaml").read_text() == "first"
-    assert second() == "mine"
-
-
-def test_the_lock_holds_within_one_process_too(tmp_path: Path) -> None:
-    with make(tmp_path), pytest.raises(ConfigError, match="in use"), make(tmp_path):
+    with make(tmp_path):
         pass
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(CheckpointError, match=r"cannot write to .*file/run: .*give another --out"),
-        make(tmp_path / "file" / "run"),
-    ):
+    with pytest.raises(CheckpointError, match=r"file/run: .* --out"), make(tmp_path / "file" / "run"):
         pass
 
 
 def test_a_step_that_cannot_be_recorded_says_how_to_go_on(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         (tmp_path / "metrics.jsonl").mkdir()
-        with pytest.raises(CheckpointError, match=r"cannot write to .*--resume auto"):
+        with pytest.raises(CheckpointError, match="--resume auto"):
             run.record(1, FIGURES)
 
 
 # Going on
 
 
-def test_nothing_is_resumed_unless_asked(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    assert make(tmp_path).resume_from is None
-
-
 def test_auto_and_latest_take_the_newest_complete_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    newest = save(tmp_path, 4)
+    assert make(tmp_path, resume="auto").resume_from is None
+    with pytest.raises(CheckpointError, match="--resume auto"):
+        _ = make(tmp_path, resume="latest").resume_from
+    save_checkpoint_of(tmp_path, 2)
+    newest = save_checkpoint_of(tmp_path, 4)
     (tmp_path / "checkpoints" / "step-000009").mkdir()  # never finished
     assert make(tmp_path, resume="auto").resume_from == newest
     assert make(tmp_path, resume="latest").resume_from == newest
-
-
-def test_without_a_checkpoint_auto_begins_and_latest_is_refused(tmp_path: Path) -> None:
-    assert make(tmp_path, resume="auto").resume_from is None
-    with pytest.raises(CheckpointError, match="has no complete checkpoint; --resume auto"):
-        _ = make(tmp_path, resume="latest").resume_from
+    assert make(tmp_path).resume_from is None
 
 
 def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
-    older = save(tmp_path / "run", 2)
+    older = save_checkpoint_of(tmp_path / "run", 2)
     assert make(tmp_path / "new", resume=str(older)).resume_from == older
-    newer = save(tmp_path / "run", 4)
+    newer = save_checkpoint_of(tmp_path / "run", 4)
     assert make(tmp_path / "new", resume=str(newer)).resume_from == newer
     assert make(tmp_path / "new", resume=str(tmp_path / "run")).resume_from == newer
     assert make(tmp_path / "new", resume=str(older.parent / "latest")).resume_from == older.parent / "latest"
-    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
-        _ = make(tmp_path / "new", resume=str(tmp_path)).resume_from
+    for no_checkpoint in (tmp_path, older):  # the older one keeps the model alone
+        with pytest.raises(CheckpointError, match=str(no_checkpoint)):
+            _ = make(tmp_path / "new", resume=str(no_checkpoint)).resume_from
 
 
-def test_a_checkpoint_that_keeps_the_model_alone_is_refused_by_its_name(tmp_path: Path) -> None:
-    older, newest = save(tmp_path, 2), save(tmp_path, 3)
-    with pytest.raises(CheckpointError, match="step-000002 keeps the model alone: resume from latest"):
-        _ = make(tmp_path, resume=str(older)).resume_from
-    assert make(tmp_path, resume=str(newest)).resume_from == newest
-
-
-def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    path = save(tmp_path, 2)
+def test_a_damaged_checkpoint_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    path = save_checkpoint_of(tmp_path, 2)
     (path / "model" / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"model/config\.json is not what was written"):
+    with pytest.raises(CheckpointError, match=r"model/config\.json"):
         _ = make(tmp_path, resume="auto").resume_from
 
 
@@ -254,7 +190,7 @@ def test_forget_after_drops_what_later_steps_wrote(tmp_path: Path, batch: Batch)
         for step in (1, 2, 3):
             run.record(step, FIGURES, batch())
         for step in (1, 3, 2):  # the last one written can be gone on from
-            save(tmp_path, step)
+            save_checkpoint_of(tmp_path, step)
         with (tmp_path / "metrics.jsonl").open("a") as stream:
             stream.write('{"step": 4, "reward/me')  # a crash in the middle of a line
         (tmp_path / "rollouts" / "step-mine.parquet").write_text("somebody's own")
@@ -265,7 +201,7 @@ def test_forget_after_drops_what_later_steps_wrote(tmp_path: Path, batch: Batch)
     left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert left == ["step-000001.parquet", "step-000002.parquet", "step-mine.parquet"]
     assert make(tmp_path, resume="auto").resume_from == tmp_path / "checkpoints" / "step-000002"
-    assert "removed later checkpoints: step-000003" in run.notes
+    assert any("step-000003" in note for note in run.notes)
 
 
 def test_a_metrics_line_that_is_not_utf8_is_dropped_on_resume(tmp_path: Path) -> None:
@@ -275,6 +211,25 @@ def test_a_metrics_line_that_is_not_utf8_is_dropped_on_resume(tmp_path: Path) ->
             stream.write(b'{"step": 2, "reward/mean": \xff}\n')
         run.forget_after(2)
     assert [line["step"] for line in metrics(tmp_path)] == [1]
+
+
+def test_a_run_says_which_checkpoints_it_passes_over(tmp_path: Path) -> None:
+    with make(tmp_path):
+        whole = save_checkpoint_of(tmp_path, 2)
+    names = ("step-000003", ".step-000004.incomplete")
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir()
+    with make(tmp_path, resume="latest") as run:
+        assert run.resume_from == whole
+    for name in names:
+        assert any(name in note for note in run.notes)
+        assert name in (tmp_path / "log.txt").read_text()
+
+
+def test_by_default_a_crash_loses_at_most_five_minutes() -> None:
+    commands: list[Command[Any]] = [TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION]
+    for command in commands:
+        assert compose(command, []).settings.checkpoint.every_minutes == 5.0
 
 
 # What an evaluation adds
@@ -298,7 +253,7 @@ def test_a_line_that_an_older_run_held_back_is_kept(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         run.record(1, FIGURES)
         (tmp_path / ".held-row.json").write_text(json.dumps({"step": 2, **FIGURES}))
-        save(tmp_path, 2)
+        save_checkpoint_of(tmp_path, 2)
     with make(tmp_path, resume="auto") as run:
         run.forget_after(2)
         assert run.lacks_evaluation(2)
@@ -306,43 +261,20 @@ def test_a_line_that_an_older_run_held_back_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / ".held-row.json").exists()
 
 
-@pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION], ids=lambda each: each.name)
-def test_by_default_a_crash_loses_at_most_five_minutes(command: Command[Any]) -> None:
-    assert compose(command, []).settings.checkpoint.every_minutes == 5.0
-
-
 # What somebody else wrote
 
 
-def test_an_error_with_any_text_is_logged_printable_and_keeps_the_status(tmp_path: Path) -> None:
-    program = r"""
-import logging, sys
-from pathlib import Path
-from rlpost.errors import PolicyError
-from rlpost.runs.folder import RunFolder
-from rlpost.settings.commands import RunRequest
-with RunFolder(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, note=print):
-    logging.getLogger("rlpost").warning("a reward said: %s", "\x1b[2J\ud800\x07")
-    raise PolicyError("bad: \x1b]0;t\x07 \udfff")
-"""
-    folder = tmp_path / "run"
-    ended = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, check=False)
-    assert b"Logging error" not in ended.stderr
-    logged = (folder / "log.txt").read_text(encoding="utf-8")
-    assert r"a reward said: \x1b[2J\ud800\x07" in logged
-    assert r"bad: \x1b]0;t\x07 \udfff" in logged
+def test_an_error_with_any_text_is_logged_printable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        with make(tmp_path):
+            logging.getLogger("rlpost").warning("said: %s", "\x1b[2J\ud800\x07")
+            raise PolicyError("bad: \x1b]0;t\x07 \udfff")
+
+    with pytest.raises(PolicyError):
+        fail()
+    assert "Logging error" not in capsys.readouterr().err
+    logged = (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert r"said: \x1b[2J\ud800\x07" in logged
     assert all(character.isprintable() or character == "\n" for character in logged)
-    assert read_run(folder).state is RunState.failed
-
-
-def test_a_run_says_which_checkpoints_it_passes_over(tmp_path: Path) -> None:
-    with make(tmp_path / "run"):
-        save(tmp_path / "run", 2)
-    (tmp_path / "run" / "checkpoints" / "step-000003").mkdir()
-    (tmp_path / "run" / "checkpoints" / ".step-000004.incomplete").mkdir()
-    run = make(tmp_path / "run", resume="latest")
-    with run:
-        assert run.resume_from == tmp_path / "run" / "checkpoints" / "step-000002"
-    for name in ("step-000003", ".step-000004.incomplete"):
-        assert any(f"{name} is not whole" in note for note in run.notes)
-        assert f"{name} is not whole" in (tmp_path / "run" / "log.txt").read_text()
+    record = read_run(tmp_path)
+    assert (record.state, record.error) == (RunState.failed, r"PolicyError: bad: \x1b]0;t\x07 \udfff")

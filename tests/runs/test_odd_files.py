@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.main import run
+from tests.command_line import CommandLine
+from tests.run_folders import make_run
 
 STEP = '{"step": 1, "reward/mean": 0.5}\n'
 HELD_OUT = '{"step": 0, "eval/accuracy_lenient": 0.5, "eval/prompts": 8}\n'
@@ -28,48 +29,31 @@ CONFIGS = {
     "5000 digits": f"seed: {'9' * 5000}\n",
     "a date": "started: 2024-01-01\nmarks: !!set {a, b}\n",
 }
-VERBS = [
-    ["runs", "list"],
-    ["runs", "show", "runs/x"],
-    ["runs", "show", "runs/x", "--json"],
-    ["runs", "diagnose", "runs/x"],
-]
+VERBS = ["runs list", "runs show runs/x", "runs show runs/x --json", "runs diagnose runs/x"]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    folder = Path("runs/x")
-    folder.mkdir(parents=True)
-    (folder / "command.txt").write_text("rlpost train grpo model.path=./m\n")
-    (folder / "overrides.txt").write_text("model.path=./m\n")
+def folder(here: Path) -> Path:
+    folder = make_run(here / "runs/x", overrides=["model.path=./m"])
     (folder / "metrics.jsonl").write_text(HELD_OUT + STEP)
-    (folder / "config.yaml").write_text("steps: 3\n")
     (folder / "environment.json").write_text('{"packages": ["a"]}')
     return folder
 
 
-def assert_read(capsys: pytest.CaptureFixture[str]) -> None:
+def assert_read(rlpost: CommandLine) -> None:
     for verb in VERBS:
-        assert run(verb) == 0
-        assert capsys.readouterr().out.strip()
+        assert rlpost(verb).strip()
 
 
 @pytest.mark.parametrize("way", METRICS)
-def test_metrics_that_rlpost_did_not_write(way: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_that_rlpost_did_not_write(way: str, folder: Path, rlpost: CommandLine) -> None:
     (folder / "metrics.jsonl").write_text(METRICS[way] + STEP.replace("1", "30", 1))
-    assert_read(capsys)
-    assert run(["runs", "tail", "runs/x"]) == 0
-    assert "step 30" in capsys.readouterr().out
+    assert_read(rlpost)
+    shown = rlpost("runs tail runs/x")
+    assert "step 30" in shown
 
 
 @pytest.mark.parametrize("way", CONFIGS)
-def test_settings_that_rlpost_did_not_write(way: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_rlpost_did_not_write(way: str, folder: Path, rlpost: CommandLine) -> None:
     (folder / "config.yaml").write_text(CONFIGS[way])
-    assert_read(capsys)
-
-
-def test_a_lock_that_is_a_folder_counts_as_free(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / ".lock").mkdir()
-    assert_read(capsys)
-    assert run(["runs", "gc", "--yes"]) == 0
+    assert_read(rlpost)

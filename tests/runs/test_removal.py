@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from rlpost.cli.main import run as rlpost
 from rlpost.record import BEGAN, STOPPED
-from rlpost.runs.checkpoint import load_checkpoint, save_checkpoint, verify
+from rlpost.runs.checkpoint import load_checkpoint, verify
 from rlpost.runs.removal import Rule, removals, remove
-from tests.run_folders import make_run, step_row, verdict
+from tests.command_line import CommandLine
+from tests.run_folders import make_run, save_checkpoint_of, step_row, verdict
+from tests.says import Says
 
 ALL = frozenset(Rule)
 TWO = [step_row(1, 0.5), step_row(2, 0.5)]
 HALF = verdict(f"{BEGAN}: rlpost train grpo") + verdict(STOPPED)
 
 
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def save(run: Path, step: int, *, best: int | None = None) -> Path:
-    def write_model(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-
-    tensors = {"moments": torch.zeros(1000)}
-    return save_checkpoint(
-        run / "checkpoints", step, write_model=write_model, tensors=tensors, state={}, keep_last=9, best=best
-    )
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def found(days: float = 30) -> list[tuple[str, str]]:
@@ -53,7 +39,7 @@ def test_a_run_that_never_trained_a_step_goes_whole() -> None:
 def test_checkpoints_go_but_for_the_last_and_the_best() -> None:
     run = make_run(Path("runs/a"), TWO, log=HALF)
     for step in (1, 2, 3, 4):
-        save(run, step, best=2 if step > 1 else 1)
+        save_checkpoint_of(run, step, best=2 if step > 1 else 1)
     left = run / "checkpoints" / ".step-000009.incomplete"
     left.mkdir()
     folder = "runs/a/checkpoints"
@@ -63,9 +49,9 @@ def test_checkpoints_go_but_for_the_last_and_the_best() -> None:
     load_checkpoint(run / "checkpoints/latest")  # a run that was stopped goes on
 
 
-def test_the_state_of_a_finished_run_goes_and_its_model_stays_right() -> None:
+def test_the_state_of_a_finished_run_goes_its_model_stays(rlpost: CommandLine) -> None:
     run = make_run(Path("runs/a"), TWO)
-    newest = save(run, 2)
+    newest = save_checkpoint_of(run, 2)
     [removal] = removals(Path("runs"), ALL, 30)
     size = sum(file.stat().st_size for file in (newest / "state").iterdir())
     assert (removal.path, removal.rule, removal.bytes) == (newest, Rule.state, size)
@@ -73,7 +59,7 @@ def test_the_state_of_a_finished_run_goes_and_its_model_stays_right() -> None:
     verify(newest)
     assert not (newest / "state").exists()
     assert found() == []
-    assert rlpost(["train", "grpo", "--resume", "runs/a", "steps=9", "--dry-run"]) == 3
+    rlpost("train grpo --resume runs/a steps=9 --dry-run", 3)
 
 
 def test_rollouts_go_by_their_age() -> None:
@@ -100,17 +86,17 @@ def test_gc_leaves_a_run_in_use_alone() -> None:
     assert [remove(removal) for removal in planned] == [False]  # gone
 
 
-def test_nothing_outside_runs_is_touched() -> None:
+def test_nothing_outside_runs_is_touched(rlpost: CommandLine) -> None:
     outside = make_run(Path("elsewhere/a"), log=HALF)
     Path("runs").mkdir()
     Path("runs/link").symlink_to(outside.resolve())
     (Path("runs/sweep")).symlink_to(Path("elsewhere").resolve())
     inside = make_run(Path("runs/b"), TWO)
-    save(inside, 2)
+    save_checkpoint_of(inside, 2)
     (inside / "checkpoints/best").unlink(missing_ok=True)
     (inside / "checkpoints/best").symlink_to(outside.resolve())
     assert {path.split("/")[1] for path, _ in found()} == {"b"}
-    assert rlpost(["runs", "gc", "--yes"]) == 0
+    rlpost("runs gc --yes")
     assert (outside / "command.txt").is_file()
 
 
@@ -123,35 +109,26 @@ def test_somebodys_own_checkpoints_without_a_record_stay() -> None:
     assert found() == []
 
 
-def test_gc_only_lists_without_yes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_only_lists_without_yes(rlpost: CommandLine, says: Says) -> None:
     make_run(Path("runs/failed"), log=HALF)
-    run = make_run(Path("runs/done"), TWO)
-    save(run, 2)
-    assert rlpost(["runs", "gc"]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("would remove ")
-    assert first.endswith("; add --yes to do it:")
-    assert sorted(" ".join(line.split()[2:]) for line in lines) == [
-        "never trained a step runs/failed",
-        "the run is finished runs/done/checkpoints/step-000002/state",
-    ]
+    state = save_checkpoint_of(make_run(Path("runs/done"), TWO), 2) / "state"
+    first, *lines = rlpost.lines("runs gc")
+    assert "--yes" in first
+    says("runs", "\n".join(sorted(" ".join(line.split()[2:]) for line in lines)))
     assert Path("runs/failed").is_dir()
-    assert rlpost(["runs", "gc", "--yes", "--keep-state"]) == 0
-    assert capsys.readouterr().out.startswith("removed ")
+    rlpost("runs gc --yes --keep-state")
     assert not Path("runs/failed").exists()
-    assert (run / "checkpoints/step-000002/state").is_dir()
-    assert rlpost(["runs", "gc", "--keep-state"]) == 0
-    assert capsys.readouterr().out == "nothing to remove in runs/\n"
+    assert state.is_dir()
+    says("runs", rlpost("runs gc --keep-state"))
 
 
-def test_as_json_each_thing_is_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
-    assert rlpost(["runs", "gc", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"bytes": 0, "removed": False, "items": []}
+def test_as_json_each_thing_is_an_entry(rlpost: CommandLine) -> None:
+    assert rlpost.json("runs gc") == {"bytes": 0, "removed": False, "items": []}
     run = make_run(Path("runs/failed"), log=HALF)
     size = sum(file.stat().st_size for file in run.iterdir())
-    entry = {"run": "runs/failed", "path": "runs/failed", "rule": "unstarted", "why": "never trained a step"}
-    for words, removed in (([], False), (["--yes"], True)):
-        assert rlpost(["runs", "gc", "--json", *words]) == 0
-        said = json.loads(capsys.readouterr().out)
-        assert said == {"bytes": size, "removed": removed, "items": [{**entry, "bytes": size, "removed": removed}]}
+    for words, removed in (("", False), ("--yes", True)):
+        told = rlpost.json(f"runs gc {words}")
+        [entry] = told["items"]
+        assert (told["bytes"], told["removed"], entry["bytes"], entry["removed"]) == (size, removed, size, removed)
+        assert (entry["run"], entry["path"], entry["rule"]) == ("runs/failed", "runs/failed", "unstarted")
     assert not run.exists()

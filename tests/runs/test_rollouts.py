@@ -31,34 +31,6 @@ from rlpost.runs.rollouts import (
 )
 from tests.run_folders import rows_worth
 
-COLUMNS = [
-    "step",
-    "group",
-    "sample",
-    "source",
-    "prompt",
-    "completion",
-    "turns",
-    "reward",
-    "reward_parts",
-    "accuracy_strict",
-    "accuracy_lenient",
-    "advantage",
-    "valid",
-    "finish_reason",
-    "policy_version_min",
-    "policy_version_max",
-    "token_ids",
-    "log_probs",
-    "mask",
-    "prompt_ids",
-    "trainer_log_probs",
-    "token_versions",
-    "prompt_messages",
-    "part_weights",
-    "restarts",
-]
-
 
 @pytest.fixture
 def two(conversation: Callable[..., Conversation]) -> TensorDict:
@@ -78,21 +50,19 @@ def two(conversation: Callable[..., Conversation]) -> TensorDict:
         accuracy_lenient=1.0,
         policy_versions=[4, 5],
         version_changes=[(2, 5)],
+        query="34 + 57?",
         messages=[
             {"role": "system", "content": "Add."},
-            {"role": "user", "content": "What is 34 + 57?"},
+            {"role": "user", "content": "34 + 57?"},
             {"role": "assistant", "content": "Wait."},
             {"role": "user", "content": "Go on."},
             {"role": "assistant", "content": "naïve\n91"},
         ],
     )
-    failed = conversation(3, 2, prompt_ids=[5], response_ids=[9], reward=None, valid=False, finish_reason="length")
+    failed = conversation(
+        3, 2, prompt_ids=[5], query="34 + 57?", response_ids=[9], reward=None, valid=False, finish_reason="length"
+    )
     return batch_from_conversations([good, failed])
-
-
-def test_the_columns_are_those_of_the_run_folder(tmp_path: Path, two: TensorDict) -> None:
-    write_rollouts(tmp_path / "step.parquet", 12, two)
-    assert pq.read_schema(tmp_path / "step.parquet").names == COLUMNS
 
 
 def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
@@ -106,7 +76,7 @@ def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
         "group": 3,
         "sample": 1,
         "source": "",
-        "prompt": "<user>What is 34 + 57?",
+        "prompt": "<user>34 + 57?",
         "completion": "naïve\n91",
         "turns": [
             {"role": "assistant", "content": "Wait."},
@@ -128,19 +98,14 @@ def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
         "prompt_ids": [5, 6],
         "trainer_log_probs": [-0.25, 0.0, -0.5],
         "token_versions": [4, -1, 5],
-        "prompt_messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "What is 34 + 57?"}],
+        "prompt_messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "34 + 57?"}],
         "part_weights": [("format", 1.0), ("right", 1.0)],
         "restarts": [],
     }
-    missing = {
-        "trainer_log_probs": None,
-        "reward": None,
-        "reward_parts": [],
-        "accuracy_strict": None,
-        "accuracy_lenient": None,
-    }
-    assert {name: failed[name] for name in missing} == missing
-    assert (failed["valid"], failed["finish_reason"], failed["mask"]) == (False, "length", [True])
+    missing = ("trainer_log_probs", "reward", "accuracy_strict", "accuracy_lenient")
+    assert [failed[name] for name in missing] == [None] * 4
+    assert (failed["reward_parts"], failed["valid"], failed["finish_reason"]) == ([], False, "length")
+    assert failed["mask"] == [True]
 
 
 def test_a_batch_without_advantages_has_null_ones(tmp_path: Path, batch: Callable[..., TensorDict]) -> None:
@@ -148,13 +113,6 @@ def test_a_batch_without_advantages_has_null_ones(tmp_path: Path, batch: Callabl
     table = pq.read_table(tmp_path / "a.parquet")
     assert table["advantage"].to_pylist() == [None, None]
     assert table["policy_version_min"].to_pylist() == ["3f2a", "3f2a"]
-
-
-def test_a_file_that_cannot_be_written_leaves_none(tmp_path: Path, two: TensorDict) -> None:
-    (tmp_path / "step.parquet").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        write_rollouts(tmp_path / "step.parquet", 1, two)
-    assert [path.name for path in tmp_path.iterdir()] == ["step.parquet"]
 
 
 @pytest.fixture
@@ -175,20 +133,18 @@ def test_what_was_written_is_read_back(run: Path) -> None:
     assert (failed["reward"], failed["reward_parts"]) == (None, {})
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing else"])
-def test_a_damaged_file_is_named(run: Path, content: bytes) -> None:
-    (run / "rollouts" / "step-000002.parquet").write_bytes(content)
-    with pytest.raises(DataError, match=r"step-000002\.parquet cannot be read"):
-        read_rollouts(run, 2)
-
-
-def test_a_parquet_file_of_something_else_is_named(run: Path) -> None:
-    pq.write_table(pa.table({"step": [2]}), run / "rollouts" / "step-000002.parquet")
+@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing else", None], ids=["empty", "cut", "of something else"])
+def test_a_damaged_file_is_named(run: Path, content: bytes | None) -> None:
+    file = run / "rollouts" / "step-000002.parquet"
+    if content is None:
+        pq.write_table(pa.table({"step": [2]}), file)
+    else:
+        file.write_bytes(content)
     with pytest.raises(DataError, match=r"step-000002\.parquet"):
         read_rollouts(run, 2)
 
 
-def test_a_file_without_a_row_is_named(run: Path) -> None:
+def test_a_file_without_a_row_is_read(run: Path) -> None:
     pq.write_table(SCHEMA.empty_table(), run / "rollouts" / "step-000002.parquet")
     assert list(json_lines(run, [2])) == []
 
@@ -206,37 +162,35 @@ def test_json_lines_keep_types_and_every_character(run: Path, tmp_path: Path) ->
     assert {"token_ids", "log_probs", "mask"} & set(json.loads(plain)) == set()
 
 
-def test_csv_has_a_column_for_each_part_of_the_reward(run: Path, tmp_path: Path) -> None:
-    export_rollouts(run, [2], tmp_path / "a.csv", tokens=False)
-    with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as stream:
-        good, failed = csv.DictReader(stream)
-    assert (good["completion"], good["reward"], good["reward/format"], good["reward/right"]) == (
-        "naïve\n91",
-        "0.75",
-        "0.25",
-        "0.5",
-    )
+def exported(run: Path, step: int, *, tokens: bool = False) -> list[dict[str, str]]:
+    """The rows of a CSV file of one step."""
+    file = run / f"{step}.csv"
+    export_rollouts(run, [step], file, tokens=tokens)
+    with file.open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_csv_has_a_column_for_each_part_of_the_reward(run: Path) -> None:
+    good, failed = exported(run, 2)
+    names = ("completion", "reward", "reward/format", "reward/right")
+    assert [good[name] for name in names] == ["naïve\n91", "0.75", "0.25", "0.5"]
     assert (failed["reward"], failed["reward/format"]) == ("", "")
     assert "token_ids" not in good
-    export_rollouts(run, [2], tmp_path / "b.csv", tokens=True)
-    with (tmp_path / "b.csv").open(encoding="utf-8", newline="") as stream:
-        assert next(csv.DictReader(stream))["token_ids"] == "[7, 4, 8]"
+    assert exported(run, 2, tokens=True)[0]["token_ids"] == "[7, 4, 8]"
 
 
 def test_no_text_of_a_csv_is_a_formula_and_no_number_is_changed(
-    run: Path, tmp_path: Path, conversation: Callable[..., Conversation]
+    run: Path, conversation: Callable[..., Conversation]
 ) -> None:
     for step, begin in enumerate("=+-@\t\r", start=10):
         told = conversation(3, 1, prompt_ids=[5], response_ids=[7], text=f"{begin}HYPERLINK(1)", reward=-1.5)
         batch = batch_from_conversations([told])
         write_rollouts(run / "rollouts" / f"step-{step:06d}.parquet", step, batch, rows_worth(batch, -0.5))
-        export_rollouts(run, [step], tmp_path / f"{step}.csv", tokens=False)
-        with (tmp_path / f"{step}.csv").open(encoding="utf-8", newline="") as stream:
-            [row] = csv.DictReader(stream)
+        [row] = exported(run, step)
         assert (row["completion"], row["reward"], row["advantage"]) == (f"'{begin}HYPERLINK(1)", "-1.5", "-0.5")
 
 
-def test_parquet_of_several_steps_is_the_steps_one_after_the_other(run: Path, tmp_path: Path) -> None:
+def test_parquet_of_several_steps_has_one_after_the_other(run: Path, tmp_path: Path) -> None:
     export_rollouts(run, [1, 2, 4], tmp_path / "all.parquet", tokens=True)
     table = pq.read_table(tmp_path / "all.parquet")
     assert table.schema == SCHEMA
@@ -259,13 +213,13 @@ def test_an_export_that_fails_leaves_no_file(run: Path, tmp_path: Path) -> None:
     [
         (Wanted(), [1, 2]),
         (Wanted("GO ON"), [1]),  # an earlier turn, in any case
-        (Wanted("what is"), [1, 2]),
-        (Wanted("3."), []),  # a dot is a dot
+        (Wanted("<USER>34"), [1, 2]),
+        (Wanted("5."), []),  # a dot is a dot
         (Wanted(rewards=(0.75, 0.75)), [1]),
         (Wanted(rewards=(float("-inf"), float("inf"))), [1]),  # a failed reward is in no range
         (Wanted(rewards=(0.8, 1.0)), []),
         (Wanted(finish_reason="length"), [2]),
-        (Wanted("what", (0.0, 1.0), "stop"), [1]),
+        (Wanted("user", (0.0, 1.0), "stop"), [1]),
     ],
 )
 def test_a_search_looks_at_text_reward_and_end(run: Path, wanted: Wanted, samples: list[int]) -> None:
@@ -275,13 +229,13 @@ def test_a_search_looks_at_text_reward_and_end(run: Path, wanted: Wanted, sample
 
 
 def test_a_search_counts_more_than_it_returns(run: Path) -> None:
-    rows, counts = search(run, [2, 1], Wanted("what"), 3)
+    rows, counts = search(run, [2, 1], Wanted("user"), 3)
     assert [(row["step"], row["sample"]) for row in rows] == [(2, 1), (2, 2), (1, 1)]
     assert counts == {2: 2, 1: 2}
     assert "token_ids" not in rows[0]
 
 
-def test_completions_for_a_tracker_go_evenly_from_the_best_to_the_worst(
+def test_completions_for_a_tracker_go_evenly_from_best_to_worst(
     tmp_path: Path, conversation: Callable[..., Conversation]
 ) -> None:
     rewards = [0.3, None, 0.9, 0.1, 0.5]
@@ -293,6 +247,5 @@ def test_completions_for_a_tracker_go_evenly_from_the_best_to_the_worst(
 
 
 def test_reading_rollouts_needs_no_torch() -> None:
-    program = "import sys, rlpost.runs.rollouts; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    program = "import sys, rlpost.runs.rollouts; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -18,13 +18,12 @@ from rlpost.runs.reader import (
     read_run,
 )
 from tests.run_folders import evaluation, make_run, step_row, verdict
+from tests.says import Says
 
 ROWS = [{"step": 0, **evaluation(0.1, 0.0, 0.2)}, step_row(1, 0.25), step_row(2, 0.75, **evaluation(0.6, 0.5, 0.7))]
 
 
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_a_record_holds_what_the_files_say() -> None:
@@ -63,7 +62,7 @@ def test_without_a_log_only_a_run_with_all_its_steps_is_finished() -> None:
     assert [read_run(run).state for run in (whole, part)] == [RunState.finished, RunState.unknown]
 
 
-def test_a_run_is_running_while_its_lock_is_held_and_looking_does_not_take_it() -> None:
+def test_a_run_is_running_while_its_lock_is_held() -> None:
     run = make_run(Path("a"), ROWS)
     assert not is_running(run)
     with (run / ".lock").open("w") as lock:
@@ -94,14 +93,14 @@ def test_an_empty_folder_and_broken_files_make_an_empty_record() -> None:
         assert (record.steps_done, record.last("reward/mean"), record.evaluation(before=True)) == (0, None, None)
 
 
-def test_a_choice_is_the_users_or_else_the_default_of_the_command() -> None:
+def test_a_choice_is_the_users_or_the_default_of_the_command() -> None:
     record = read_run(make_run(Path("a"), overrides=["model=tiny", "env.digits=3"]))
     assert (record.choice("model"), record.choice("env"), record.choice("optim")) == ("tiny", "arithmetic", "adamw")
     (Path("a") / "command.txt").write_text("something else\n")
     assert read_run(Path("a")).choice("env") is None
 
 
-def test_runs_are_found_one_level_down_too_and_the_newest_comes_first() -> None:
+def test_runs_are_found_one_level_down_too_the_newest_first() -> None:
     for age, name in enumerate(["new", "sweep/0", "old", "sweep/deeper/0"]):
         run = make_run(Path("runs") / name)
         for file in run.iterdir():
@@ -123,27 +122,11 @@ def test_a_run_is_found_by_name_and_by_path() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("smus", "there is no run smus; did you mean sums?"),
-        ("bananas", "there is no run bananas; see rlpost runs list"),
-        ("runs/smus", "runs/smus does not exist; did you mean runs/sums?"),
-        ("../x", "../x does not exist; see rlpost runs list"),
-        ("plain", "plain is not a run folder"),
-    ],
-)
-def test_an_unknown_run_gets_the_nearest(name: str, message: str) -> None:
+def test_an_unknown_run_gets_the_nearest(says: Says) -> None:
+    says.refusals("runs", ConfigError, find_run, [None])
     make_run(Path("runs/sums"))
     Path("plain").mkdir()
-    with pytest.raises(ConfigError) as error:
-        find_run(name)
-    assert message in str(error.value)
-
-
-def test_without_runs_the_newest_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no run in runs/ yet"):
-        find_run(None)
+    says.refusals("runs", ConfigError, find_run, ["smus", "bananas", "runs/smus", "../x", "plain"])
 
 
 def test_a_growing_file_gives_each_whole_line_once() -> None:
