@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import bench_compare as bench
 import pytest
 
 from rlpost.data.template_choice import named_template
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_compare.py"
 
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_compare", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_compare"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def timing(bench: ModuleType, seconds: list[float], prompts: list[str]) -> object:
+def timing(seconds: list[float], prompts: list[str]) -> object:
     return bench.Timing(seconds, [20.0] * len(seconds), [0.5] * len(seconds), 1.5, prompts, {"torch": "2.13.0"})
 
 
-def test_the_works_are_listed(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_works_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(bench.WORKS)
 
 
-def test_trl_is_asked_for_the_default_grpo_work(bench: ModuleType, tmp_path: Path) -> None:
+def test_trl_is_asked_for_the_default_grpo_work(tmp_path: Path) -> None:
     work = bench.Work("the default settings on a small model", ("model=tiny",), 2)
     request = bench.trl_request(work, tmp_path, 8)
     assert len(request["rows"]) == 2 * 8  # steps x prompts a step
@@ -47,13 +32,13 @@ def test_trl_is_asked_for_the_default_grpo_work(bench: ModuleType, tmp_path: Pat
     assert (Path(request["model"]) / "config.json").is_file()
 
 
-def test_memory_is_compared_with_trls_and_the_samplers(bench: ModuleType) -> None:
-    timings = {"ours": timing(bench, [2.0], ["a"]), "trl": timing(bench, [5.0], ["a"])}  # 1.5 GB each
+def test_memory_is_compared_with_trls_and_the_samplers() -> None:
+    timings = {"ours": timing([2.0], ["a"]), "trl": timing([5.0], ["a"])}  # 1.5 GB each
     ratio, memory = bench.lines(bench.report("smoke", timings, 0.25))[-2:]
     assert ratio.split()[:2] == ["ratio", "2.50"]
     assert memory.split()[:: len(memory.split()) - 1] == ["memory", "1.75"]  # 1.50 GB of TRL and 0.25 of the sampler
 
 
-def test_base_model_has_the_template_that_its_option_names(bench: ModuleType, tmp_path: Path) -> None:
+def test_base_model_has_the_template_that_its_option_names(tmp_path: Path) -> None:
     work = bench.Work("a model whose template is chosen", ("model=tiny", "model.chat_template=plain"), 1)
     assert bench.trl_request(work, tmp_path, 8)["chat_template"] == named_template("plain")

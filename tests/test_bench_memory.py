@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Self
 
+import bench_memory as bench
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_memory.py"
 PEAKS = [1.0e9, 4.321e9, 2.0e9]  # bytes held, one look after another
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_memory", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_memory"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Command:
@@ -48,7 +33,7 @@ class Command:
 
 
 @pytest.fixture
-def started(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Command]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     """The commands that were started; each holds what PEAKS says and ends with 0, or with 5 where `fails` is in it."""
     commands: list[Command] = []
     held = iter(PEAKS * 9)
@@ -81,7 +66,6 @@ def test_a_peak_above_the_limit_is_exit_code_1_and_one_line(
     at_most: str | None,
     code: int,
     said: str,
-    bench: ModuleType,
     started: list[Command],
     capsys: pytest.CaptureFixture[str],
 ) -> None:

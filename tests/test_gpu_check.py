@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import gpu_check
+import gpu_parts
 import pytest
 import torch
 
@@ -17,19 +17,8 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "gpu_check.py"
 
 
-@pytest.fixture(scope="module")
-def gpu_check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_check"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def report(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path, *names: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path, *names: str
 ) -> tuple[int, dict]:
     only = [word for name in names for word in ("--only", name)]
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--quick", *only, "--out", str(out)])
@@ -40,10 +29,10 @@ def report(
 
 
 def test_packed_rows_equal_plain_ones_and_a_wrong_mask_would_show(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, said = report(gpu_check, monkeypatch, capsys, tmp_path / "r.json", "packed equals plain")
+    code, said = report(monkeypatch, capsys, tmp_path / "r.json", "packed equals plain")
     assert (code, said["ok"], said["device"]) == (0, True, "cpu")
     assert said["versions"]["torch"] == importlib.metadata.version("torch")
     found = said["checks"]["packed equals plain"]
@@ -51,7 +40,7 @@ def test_packed_rows_equal_plain_ones_and_a_wrong_mask_would_show(
 
 
 def test_a_check_that_fails_or_breaks_makes_the_exit_code_1_and_the_others_go_on(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def fails(bench: object) -> dict:
         raise gpu_check.Failed("no gradient")
@@ -64,7 +53,7 @@ def test_a_check_that_fails_or_breaks_makes_the_exit_code_1_and_the_others_go_on
         "CHECKS",
         {"fails": fails, "breaks": lambda bench: 1 / 0, "left": left_out, "holds": lambda bench: {"figure": 3}},
     )
-    code, said = report(gpu_check, monkeypatch, capsys, tmp_path / "r.json")
+    code, said = report(monkeypatch, capsys, tmp_path / "r.json")
     assert (code, said["ok"]) == (1, False)
     assert {name: found["verdict"] for name, found in said["checks"].items()} == {
         "fails": "failed",
@@ -76,10 +65,7 @@ def test_a_check_that_fails_or_breaks_makes_the_exit_code_1_and_the_others_go_on
     assert said["checks"]["holds"]["figure"] == 3
 
 
-def test_the_parts_measure_a_small_model_on_a_cpu(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import gpu_parts
-
+def test_the_parts_measure_a_small_model_on_a_cpu(tiny_folder: Path) -> None:
     found = gpu_parts.kernels(tiny_folder)
     assert found["in padded blocks"]["shapes"] == 3
     assert "cpu" in found["in sequences"]

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
 from urllib.parse import quote
 
+import find_torch
 import pytest
 
 from rlpost.rewards.ifeval import INSTALL_NLTK_DATA
@@ -158,16 +158,10 @@ def test_another_python_than_the_one_in_venv_is_refused(checkout: Path) -> None:
 
 
 @pytest.fixture
-def find_torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """scripts/find_torch.py where torch is not installed and no GPU is there."""
-    spec = importlib.util.spec_from_file_location("find_torch", ROOT / "scripts" / "find_torch.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "installed", lambda: None)
+def nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No torch is installed and no GPU is there."""
+    monkeypatch.setattr(find_torch, "installed", lambda: None)
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    return module
 
 
 @pytest.fixture
@@ -200,7 +194,7 @@ needs_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the wheel
 
 @needs_x86
 def test_an_index_is_used_beside_the_package_index(
-    find_torch: ModuleType, indexes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    nothing_there: None, indexes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     wheel(tmp_path / "index")
     monkeypatch.setenv("RLPOST_TORCH_INDEX", f"{indexes}/index/")
@@ -210,7 +204,7 @@ def test_an_index_is_used_beside_the_package_index(
 
 @needs_x86
 def test_what_lies_on_disk_is_taken_without_asking_an_index_for_torch(
-    find_torch: ModuleType, indexes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    nothing_there: None, indexes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     wheel(tmp_path / "folder")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "folder" / "torch"))
@@ -224,7 +218,7 @@ def test_what_lies_on_disk_is_taken_without_asking_an_index_for_torch(
 
 
 def test_an_index_that_cannot_be_reached_is_named_with_what_works_instead(
-    find_torch: ModuleType, indexes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, says: Says
+    nothing_there: None, indexes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, says: Says
 ) -> None:
     monkeypatch.setenv("RLPOST_TORCH_INDEX", "http://127.0.0.1:9/whl")
     monkeypatch.setattr(find_torch, "pip_finds", cache(find_torch.pip_finds))
@@ -252,7 +246,7 @@ LINK = "  Skipping link: none of the wheel's tags (...) are compatible: http://i
     ids=["index", "version", "Python", "platform", "libc"],
 )
 def test_the_missing_one_of_index_version_python_and_platform_is_named(
-    find_torch: ModuleType, monkeypatch: pytest.MonkeyPatch, wheels: list[str], says: Says
+    nothing_there: None, monkeypatch: pytest.MonkeyPatch, wheels: list[str], says: Says
 ) -> None:
     monkeypatch.setattr(find_torch, "platform_here", lambda: "Plan9 x86_64")
     monkeypatch.setattr(find_torch.platform, "machine", lambda: "x86_64")
@@ -261,7 +255,7 @@ def test_the_missing_one_of_index_version_python_and_platform_is_named(
 
 
 def test_a_gpus_torch_is_the_package_indexs_unless_an_index_is_named(
-    find_torch: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    nothing_there: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.delenv("RLPOST_TORCH_INDEX", raising=False)
     find_torch.main("cuda")

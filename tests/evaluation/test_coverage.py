@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+from dev import coverage
 
 from rlpost.evaluation.statistics import reward_interval, share_interval
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "dev" / "coverage.py"
 DRAWS = 6000  # a cell: three standard errors are 1%
-
-
-@pytest.fixture(scope="module")
-def coverage() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("coverage_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -41,7 +26,7 @@ def coverage() -> ModuleType:
     ],
 )
 def test_the_interval_of_a_share_covers_and_is_not_wide(
-    coverage: ModuleType, prompts: int, completions: int, share: float, correlation: float
+    prompts: int, completions: int, share: float, correlation: float
 ) -> None:
     cell = coverage.share_cell(DRAWS, prompts, completions, share, correlation)
     assert not cell.misses, str(cell)
@@ -49,18 +34,18 @@ def test_the_interval_of_a_share_covers_and_is_not_wide(
 
 @pytest.mark.parametrize("kind", ["exponential", "mostly zeros"])
 @pytest.mark.parametrize("prompts", [64, 250])
-def test_the_interval_of_a_skewed_mean_covers(coverage: ModuleType, prompts: int, kind: str) -> None:
+def test_the_interval_of_a_skewed_mean_covers(prompts: int, kind: str) -> None:
     cell = coverage.skewed_cell(DRAWS, prompts, kind)
     assert not cell.misses, str(cell)
 
 
-def test_a_cell_that_covers_too_little_or_is_too_wide_misses(coverage: ModuleType) -> None:
+def test_a_cell_that_covers_too_little_or_is_too_wide_misses() -> None:
     assert coverage.Cell("a", 32, 0.929, 0.93, 1.0, 1.15).misses
     assert coverage.Cell("a", 32, 0.95, 0.93, 1.16, 1.15).misses
     assert not coverage.Cell("a", 32, 0.93, 0.93, 1.15, 1.15).misses
 
 
-def test_simulated_draws_have_their_mean_and_correlation(coverage: ModuleType) -> None:
+def test_simulated_draws_have_their_mean_and_correlation() -> None:
     """Of 2 completions both are right with p^2 + rho p (1 - p): 0.04 + 0.3 * 0.16."""
     chances = coverage.beta_binomial(2, 0.2, 0.3)
     assert chances.tolist() == pytest.approx([1 - 2 * 0.2 + 0.088, 2 * (0.2 - 0.088), 0.088])
