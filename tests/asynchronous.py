@@ -17,11 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.compose import compose
 from rlpost.remote.child import python_module
-from rlpost.settings.commands import RunRequest
 from rlpost.train import sampling
 from tests.processes import children
+from tests.trainings import train_in
 
 REWARD = '''
 def small(completion_ids, **kwargs):
@@ -51,9 +50,7 @@ def write_rows(folder: Path) -> list[str]:
 
 
 def run(folder: Path, words: Sequence[str], *more: str, resume: str | None = None, command: Any = TRAIN_GRPO) -> int:
-    composed = compose(command, [*words, *more])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return command.train(composed.settings, request)
+    return train_in(command, folder, [*words, *more], resume)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

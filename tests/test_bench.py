@@ -10,7 +10,7 @@ import pytest
 from rlpost.data.template_choice import named_template
 
 
-def timing(seconds: list[float], prompts: list[str]) -> object:
+def timing(seconds: list[float], prompts: list[str]) -> bench.Timing:
     return bench.Timing(seconds, [20.0] * len(seconds), [0.5] * len(seconds), 1.5, prompts, {"torch": "2.13.0"})
 
 

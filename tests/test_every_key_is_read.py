@@ -52,6 +52,7 @@ from tests.envs.test_verifiers import SUMS
 from tests.envs.textarena_stub import TEXTARENA
 from tests.openenv_server import open_env_server
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
+from tests.trainings import train_in
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
 INSTRUCTED = {"ifeval": "punctuation:no_comma", "ifbench": "format:no_whitespace"}
@@ -238,9 +239,7 @@ def instructed_rows(folder: Path, name: str) -> Path:
 
 def once(command: Command[Any], folder: Path, *words: str) -> None:
     """Train as the command does, one step or epoch."""
-    composed = compose(command, [*SMALL, *MORE.get(command, TUNING), *words])
-    request = RunRequest(folder, None, composed.overrides, ["rlpost", *command.verb.split()], composed.yaml)
-    assert command.train(composed.settings, request) == 0
+    assert train_in(command, folder, [*SMALL, *MORE.get(command, TUNING), *words]) == 0
 
 
 def plan_ranks(folder: Path, command: Command[Any]) -> None:

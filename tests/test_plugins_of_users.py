@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow.parquet import read_table
 
 from rlpost.cli.main import run
 from rlpost.runs.reader import verb_of
-from tests.trainings import metrics, untimed
+from tests.trainings import metrics, rollouts, untimed
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w+)[ ]?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -107,10 +106,6 @@ def commands_of_the_page(name: str) -> list[str]:
     lines = [line for language, _, text in blocks if language == "sh" for line in text.splitlines() if plugin in line]
     more = f"env=letters plugin=[./letters.py,./{name}.py]"
     return [line.removeprefix("rlpost train ").replace(plugin, more) for line in lines]
-
-
-def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
-    return read_table(folder / "rollouts" / f"step-{step:06d}.parquet").to_pylist()
 
 
 def groups_of(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from pyarrow.parquet import read_table
 
 from rlpost.catalog import Command
 from rlpost.config.compose import compose
@@ -29,6 +30,11 @@ def train_in(command: Command[Any], folder: Path, words: Sequence[str], resume: 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of a step's rollouts."""
+    return read_table(folder / "rollouts" / f"step-{step:06d}.parquet").to_pylist()
 
 
 def untimed(folder: Path) -> list[dict[str, Any]]:

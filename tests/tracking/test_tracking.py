@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.compose import compose
 from rlpost.settings.commands import RunRequest
 from rlpost.tracking.trackers import SILENT_SECONDS, Status, TrackedRun, Tracking
 from rlpost.train import run, watchers
 from tests.processes import wait_until
 from tests.says import Says
+from tests.trainings import train_in
 
 CONFIG = {"steps": 4, "optim": {"lr": 1e-5}}
 
@@ -205,9 +205,7 @@ Use = Callable[..., None]
 
 
 def train(folder: Path, *words: str, resume: str | None = None) -> int:
-    composed = compose(TRAIN_GRPO, [*TINY, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return TRAIN_GRPO.train(composed.settings, request)
+    return train_in(TRAIN_GRPO, folder, [*TINY, *words], resume)
 
 
 @pytest.fixture

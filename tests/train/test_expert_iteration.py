@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
@@ -19,7 +18,7 @@ from rlpost.errors import ConfigError
 from rlpost.train import sampling
 from tests.asynchronous import write_rows
 from tests.says import Says
-from tests.trainings import ends_alike, metrics, printed, train_in, weights
+from tests.trainings import ends_alike, metrics, printed, rollouts, train_in, weights
 
 MORE = ["topk_size=2", "deterministic=true", "checkpoint.every=0", "sampling.temperature=1.0"]
 NO_EVAL = "eval.enabled=false"
@@ -38,10 +37,6 @@ def run(words: list[str]) -> Run:
         return train_in(TRAIN_EXPERT_ITERATION, folder, [*words, *more], resume)
 
     return run
-
-
-def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
-    return pq.read_table(folder / f"rollouts/step-{step:06d}.parquet").to_pylist()
 
 
 def test_reward_rises(run: Run, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -30,7 +29,7 @@ from rlpost.runs.checkpoint import load_checkpoint, verify
 from rlpost.train import ranks, sampling, watchers
 from rlpost.train import run as run_module
 from rlpost.train import update as update_module
-from tests.trainings import FOUR_SUMS, ends_alike, metrics, train_in, weights
+from tests.trainings import FOUR_SUMS, ends_alike, metrics, rollouts, train_in, weights
 
 SMALL = [
     *["policy=transformers", "model.autocast=none", *FOUR_SUMS, "prompts_per_step=4", "group_size=4"],
@@ -47,10 +46,6 @@ def run(half_right: Path) -> Run:
         return train_in(TRAIN_GRPO, folder, [f"model.path={half_right}", *SMALL, *words], resume)
 
     return run
-
-
-def rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
-    return pq.read_table(folder / f"rollouts/step-{step:06d}.parquet").to_pylist()
 
 
 def test_reward_rises_unless_rewards_are_shuffled(run: Run, tmp_path: Path) -> None:
@@ -74,7 +69,7 @@ def test_every_number_of_a_step_is_recorded_and_true(run: Run, tmp_path: Path) -
     assert (
         second["eval/accuracy_lenient_low"] <= second["eval/accuracy_lenient"] <= second["eval/accuracy_lenient_high"]
     )
-    rows = rows_of(tmp_path, 1)
+    rows = rollouts(tmp_path, 1)
     assert len(rows) == 16
     for row in rows:
         asked, said = (re.findall(r"\d+", row[name]) for name in ("prompt", "completion"))
