@@ -236,7 +236,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("bodies", FAILING.values(), ids=FAILING)
-def test_a_failed_episode_is_invalid_and_never_a_zero(bodies: dict[str, str], made: Make, says: Says) -> None:
+def test_a_failed_episode_is_invalid_and_never_a_zero(bodies: dict[str, Any], made: Make, says: Says) -> None:
     env = broken(made, "env.reset_seconds=0.2", "env.step_seconds=0.2", **bodies)
     says("env", error_of(played(env, USE, DONE)))
     assert env.episodes == {}
@@ -334,7 +334,7 @@ def test_a_class_that_draws_globally_has_generators_an_episode(made: Make, caplo
         {"get_reward": "import random; return random.random()"},
     ],
 )
-def test_draws_of_reset_and_get_reward_are_isolated_too(bodies: dict[str, str], made: Make) -> None:
+def test_draws_of_reset_and_get_reward_are_isolated_too(bodies: dict[str, Any], made: Make) -> None:
     env = broken(made, group_size=2, **bodies)
     first, second = conversations = env.draw()
     say(env, conversations, DONE, DONE)
@@ -388,7 +388,7 @@ def test_calls_beyond_the_limits_are_not_repeated(made: Make) -> None:
     ("bodies", "part"),
     [({"use": "return str(id(self)) + word"}, "use answers"), ({"reset": "return f' {id(self)}'"}, "reset was called")],
 )
-def test_an_object_that_plays_otherwise_again_is_an_error(bodies: dict[str, str], part: str, made: Make) -> None:
+def test_an_object_that_plays_otherwise_again_is_an_error(bodies: dict[str, Any], part: str, made: Make) -> None:
     before = broken(made, **bodies)
     [conversation] = before.draw()
     say(before, [conversation], USE)
@@ -412,7 +412,7 @@ def test_env_test_says_what_it_found(capsys: pytest.CaptureFixture[str], says: S
         ({"get_reward": "return None"}, "returned None"),
     ],
 )
-def test_env_test_fails_by_name(bodies: dict[str, str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_test_fails_by_name(bodies: dict[str, Any], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("broken.py").write_text(broken_code(**bodies))
     assert run(["env", "test", "factory", "env.path=rows.jsonl", "env.factory=broken.py:Broken"]) == 3
     assert part in " ".join(capsys.readouterr().err.split())

@@ -89,6 +89,14 @@ def test_the_game_or_the_turns_may_cut_an_episode_short(limit: int, turns: int) 
     assert conversation.reward == -0.25 * turns
 
 
+def test_a_truncated_reply_is_not_a_move() -> None:
+    env = guessing(invalid_reward=-1.0)
+    [conversation] = env.draw()
+    say(env, [conversation], "eleven")
+    say(env, [conversation], str(digit_of(conversation)), reason="length")
+    assert (conversation.truncated, conversation.reward) == (True, -1.0)
+
+
 def test_a_game_that_raises_or_hangs_is_an_error_of_its_conversation_alone() -> None:
     env = guessing(num_envs=3, step_seconds=1.0)
     crashing, hanging, right = conversations = env.draw()
@@ -104,6 +112,7 @@ def test_games_are_closed_with_their_conversations() -> None:
     env = guessing(num_envs=2)
     conversations = env.draw()
     say(env, conversations, str(digit_of(conversations[0])), wrong_for(conversations[1]))
+    assert len(env.games) == 1
     env.close()
     assert len(Guess.made) == 5  # one to see that it begins, one for each first observation, and one each to play
     assert all(game.closed for game in Guess.made)
