@@ -206,8 +206,9 @@ def test_both_evaluations_stand_side_by_side_if_there_is_room(
     figures = {key: 0.25, f"{key}_low": 0.125, f"{key}_high": 0.5}
     state.begin(0, 8, [(0, {**figures, rows: 50.0})])
     state.end_step(4, {**FIGURES, **{name: 2 * value for name, value in figures.items()}, rows: 50.0})
-    assert f" held-out  {first} before training  →  {later} after step 4" in frame(state, 120, 24)
-    assert f" held-out  {later} after step 4" in frame(state, 64, 24)
+    both = f" held-out  {first} before training  →  {later} after step 4"
+    assert both in frame(state, len(both) + 1, 24)
+    assert f" held-out  {later} after step 4" in frame(state, len(both), 24)
 
 
 def test_a_reward_that_failed_is_no_number(state: State) -> None:
