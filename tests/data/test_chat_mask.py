@@ -86,7 +86,7 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer_of", [bytes_tokenizer, merging_t
 
 @TOKENIZERS
 @pytest.mark.parametrize("family", TRAINED)
-def test_what_is_trained_is_the_assistants_text_and_the_end_of_its_turn(family: str, tokenizer_of: Any) -> None:
+def test_the_assistants_text_and_end_of_turn_are_trained(family: str, tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of(FAMILIES[family])
     space, six, end, call = TRAINED[family]
     four = f"{space}Four.{end}"
