@@ -86,7 +86,7 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer_of", [bytes_tokenizer, merging_t
 
 @TOKENIZERS
 @pytest.mark.parametrize("family", TRAINED)
-def test_what_is_trained_is_the_assistants_text_and_the_end_of_its_turn(family: str, tokenizer_of: Any) -> None:
+def test_the_assistants_text_and_end_of_turn_are_trained(family: str, tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of(FAMILIES[family])
     space, six, end, call = TRAINED[family]
     four = f"{space}Four.{end}"
@@ -145,20 +145,20 @@ def changed(template: str, old: str, new: str, family: str = "chatml") -> Any:
 
 
 RENDERED = {"role": "user", "content": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"}
-NO_HEADER = ("{%- if add_generation_prompt %}", "{%- if false %}")
-REFUSED = {
-    "rendered already": (CHATML, ("", ""), "chatml", [RENDERED, SINGLE[1]], Fault.template),
-    "begun by the assistant": (CHATML, ("", ""), "chatml", SINGLE[1:], Fault.template),
-    "system message": (FAMILIES["gemma"].template, ("", ""), "gemma", SYSTEM, Fault.template),
-    "no generation prompt": (PLAIN, NO_HEADER, "plain", SINGLE, Fault.template),
-    "turns without an end": (PLAIN, ("{{ eos_token }}", ""), "plain", SINGLE, Fault.endless),
+NO_PROMPT = changed(PLAIN, "{%- if add_generation_prompt %}", "{%- if false %}", "plain")
+REFUSED: dict[str, tuple[Any, Chat, Fault]] = {
+    "rendered already": (bytes_tokenizer(FAMILIES["chatml"]), [RENDERED, SINGLE[1]], Fault.template),
+    "begun by the assistant": (bytes_tokenizer(FAMILIES["chatml"]), SINGLE[1:], Fault.template),
+    "system message": (bytes_tokenizer(FAMILIES["gemma"]), SYSTEM, Fault.template),
+    "no generation prompt": (NO_PROMPT, SINGLE, Fault.template),
+    "turns without an end": (changed(PLAIN, "{{ eos_token }}", "", "plain"), SINGLE, Fault.endless),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_conversation_whose_mask_cannot_be_found_is_refused(case: str, says: Says) -> None:
-    template, change, family, messages, fault = REFUSED[case]
-    sample = encoded(changed(template, *change, family), messages)
+    tokenizer, messages, fault = REFUSED[case]
+    sample = encoded(tokenizer, messages)
     assert (sample.fault, sample.num_trained) == (fault, 0)
     says("data", sample.reason)
 

@@ -85,7 +85,7 @@ def test_the_check_names_the_template_and_what_it_refuses(says: Says) -> None:
         Continuation(silent).check("tool")
 
 
-def test_tools_are_described_by_the_template_or_in_the_system_message(says: Says) -> None:
+def test_tools_are_described_by_the_template_or_a_system_message(says: Says) -> None:
     knowing = copy(bytes_tokenizer(FAMILIES["chatml"]))
     knowing.chat_template = WITH_TOOLS + knowing.chat_template
     assert begun(knowing, ("user", "Hi"), tools=[TOOL]).prompt_text.startswith('<|im_start|>system\nTools: [{"name": ')

@@ -98,7 +98,7 @@ def test_two_prompts_are_enough_for_two_sides(share: float, tmp_path: Path) -> N
     assert sorted(len(load_rows(path, split, held_out=share)) for split in ("train", "test")) == [1, 1]
 
 
-def test_copies_of_a_prompt_in_other_case_and_spacing_are_on_one_side(tmp_path: Path) -> None:
+def test_copies_of_a_prompt_are_on_one_side_of_the_split(tmp_path: Path) -> None:
     rows = [{"question": text} for n in range(60) for text in (f"What is {n}?", f"WHAT  is {n}?\n", f"what is\t{n}?")]
     file = str(written(tmp_path, "rows.jsonl", jsonl(rows)))
     sides = [

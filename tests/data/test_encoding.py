@@ -56,7 +56,7 @@ def test_a_row_that_is_cut_counts_as_bad_and_is_trained_on_all_the_same(tiny_tok
     assert [each.fault for each in bad.found] == [Fault.cut] * 2
 
 
-def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any, says: Says) -> None:
+def test_more_bad_rows_than_allowed_are_an_error(gemma: Any, says: Says) -> None:
     with says.refused("data", DataError, "row 2"):
         encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.24)
     assert encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.25)[1].count == 1

@@ -97,7 +97,8 @@ def test_rows_of_two_prompts_are_no_group(batch: Batch, says: Says) -> None:
 
 
 def test_a_buffer_of_frames_is_named_to_whoever_wants_one() -> None:
-    for wanted in ({"storage": LazyTensorStorage(4)}, {"batch_size": 2}):
+    given: list[dict[str, Any]] = [{"storage": LazyTensorStorage(4)}, {"batch_size": 2}]
+    for wanted in given:
         with pytest.raises(TypeError, match=rf"{next(iter(wanted))}: .* rlpost.data.FrameBuffer\(storage="):
             ReplayBuffer(**wanted)
 

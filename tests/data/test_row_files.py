@@ -31,7 +31,7 @@ def question(row: Row) -> str:
     return text_in(row, "question")
 
 
-def test_a_line_that_cannot_be_read_is_a_bad_row_and_others_are_read(tmp_path: Path) -> None:
+def test_a_line_that_cannot_be_read_is_a_bad_row(tmp_path: Path) -> None:
     good = json.dumps(GOOD).encode()
     path = written(tmp_path, "a.jsonl", b"\n".join([good, b'{"question": ', b'{"q": "\xe9"}', good]))
     rows = dict(read_jsonl(path))

@@ -23,7 +23,7 @@ FIGURES = {
 SAMPLE = Shown(1, "What is 1 + 1?", "two\nlines", 0.25, {"answer": 0.25}, "length")
 
 
-def test_a_step_is_one_line_and_a_narrow_one_has_the_main_figures(says: Says) -> None:
+def test_a_step_is_one_line_that_fits(says: Says) -> None:
     asynchronous = FIGURES | {
         "time/wait": 1.25,
         "time/idle": 0.5,

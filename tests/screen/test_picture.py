@@ -136,7 +136,7 @@ def test_from_six_steps_on_there_are_curves_with_their_range(state: State, says:
     says("train", "\n".join(frame(state, 80, 24)))
 
 
-def test_a_tall_picture_explains_its_words_and_shows_several_completions(state: State, says: Says) -> None:
+def test_a_tall_picture_explains_its_words(state: State, says: Says) -> None:
     says("train", "\n".join(frame(state, 120, 40)))  # without the word lag, which is not shown
     state.samples = [replace(SAMPLE, completion="x" * 9999, rank=rank) for rank in ("", "best", "worst", "", "")]
     for height, ranks in [(24, 1), (50, 2), (70, 5)]:
@@ -206,8 +206,9 @@ def test_both_evaluations_stand_side_by_side_if_there_is_room(
     figures = {key: 0.25, f"{key}_low": 0.125, f"{key}_high": 0.5}
     state.begin(0, 8, [(0, {**figures, rows: 50.0})])
     state.end_step(4, {**FIGURES, **{name: 2 * value for name, value in figures.items()}, rows: 50.0})
-    assert f" held-out  {first} before training  →  {later} after step 4" in frame(state, 120, 24)
-    assert f" held-out  {later} after step 4" in frame(state, 64, 24)
+    both = f" held-out  {first} before training  →  {later} after step 4"
+    assert both in frame(state, len(both) + 1, 24)
+    assert f" held-out  {later} after step 4" in frame(state, len(both), 24)
 
 
 def test_a_reward_that_failed_is_no_number(state: State) -> None:
