@@ -387,6 +387,14 @@ def test_the_others_go_on_where_one_player_dies_for_good() -> None:
         driver.fill(2)
 
 
+def test_groups_begin_at_the_player_that_has_fewest() -> None:
+    driver = driven(players=2)
+    begin(driver)
+    assert taken(driver, 1, 3) == [1, 3]  # the second player's
+    assert taken(driver, 0, 2) == [0, 2]
+    assert {4, 5} <= remote(driver).workers[1].tickets.keys()
+
+
 def test_a_ticket_that_ends_two_processes_is_named_and_left_out(caplog: pytest.LogCaptureFixture, says: Says) -> None:
     driver = driven()
     begin(driver)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -122,9 +123,10 @@ Playing = Callable[..., GroupPlayer]
 
 def test_a_conversation_goes_on_while_another_waits_for_its_tool(playing: Playing) -> None:
     env = gated()
-    player = playing(env)
+    player, began = playing(env), time.monotonic()
     player.play(tickets(env, 1))
     [(kind, (group, conversations, totals))] = told_to(player).wait(1)
+    assert 0 < totals["reward"] <= time.monotonic() - began
     assert (kind, group) == ("group", 0)
     assert [(c.sample, c.turns, c.reward) for c in conversations] == [(0, 3, 3.0), (1, 3, 3.0)]
     assert env.scored_in == {"main_0"}

@@ -11,7 +11,7 @@ import pytest
 from rlpost.data.chat import ChatMask, Continuation, stop_ids
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.demonstrations import Demonstration, Sample
-from rlpost.data.encoding import Encoder
+from rlpost.data.encoding import Encoder, encode_all
 from rlpost.data.faults import Fault
 from rlpost.data.habits import CallForm, Habits, reply_text
 from rlpost.data.rendering import render
@@ -140,8 +140,11 @@ def test_each_answer_is_trained_behind_the_prompt_that_asks_for_it(
 
 
 def test_pieces_and_empty_thoughts_are_noted(says: Says) -> None:
-    assert encoded("opens", [QUESTION, inline(ANSWER)]).notes == ()
-    says("data", "\n".join(encoded("opens", TWO).notes))
+    rows = [Demonstration("row", messages) for messages in ([QUESTION, inline(ANSWER)], TWO, TWO)]
+    [single, noted, _], bad = encode_all(rows, Encoder(kind("opens")))
+    assert single.notes == ()
+    assert bad.notes == dict.fromkeys(noted.notes, 2)
+    says("data", "\n".join(noted.notes))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rlpost.objectives.functional import (
     KL_ESTIMATORS,
     SAMPLER_CORRECTIONS,
     VARIANTS,
+    default_normaliser,
     effective_sample_size,
     policy_loss,
     policy_metrics,
@@ -351,3 +352,8 @@ def test_a_mistake_is_named(name: str, given: dict[str, Any], error: type[Except
     ones = torch.ones(2, 3)
     with pytest.raises(error, match=message):
         policy_loss(name, ones, ones, torch.ones(2), ones.bool(), **given)
+
+
+def test_a_divisor_of_an_unknown_aggregation_is_refused() -> None:
+    with pytest.raises(ValueError, match="token_means"):
+        default_normaliser(torch.ones(2, 3).bool(), "token_means")
