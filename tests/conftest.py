@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rlpost.imports import is_installed
 from tests.says import Says
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The flag that writes the wording anew."""
     parser.addoption("--snapshots", action="store_true", help="write tests/snapshots/ anew")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the tests of a package that is not installed."""
+    for package in ("vllm", "ray"):
+        if item.get_closest_marker(package) is not None and not is_installed(package):
+            pytest.skip(f"{package} is not installed")
 
 
 @pytest.fixture

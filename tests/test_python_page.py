@@ -12,14 +12,7 @@ import torch
 from figures import code_lines
 from test_docs import blocks
 
-from rlpost.imports import is_installed
-
 LOOPS = {name: text for _, name, text in blocks("python.md") if name}
-VLLM = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed"),
-    pytest.mark.timeout(240),
-]
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -36,7 +29,7 @@ def test_a_loop_has_forty_lines_and_public_names(name: str) -> None:
             assert all(hasattr(shown, alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("name", ["transformers_loop.py", pytest.param("vllm_loop.py", marks=VLLM)])
+@pytest.mark.parametrize("name", ["transformers_loop.py", pytest.param("vllm_loop.py", marks=pytest.mark.vllm)])
 def test_a_loop_trains_as_the_command_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, set_list_to_stack
 
-from rlpost.imports import is_installed
 from tests.bubblewrap import needs_bubblewrap
 
 SYSTEM_PROMPT = "You are an assistant that can execute Python code. Decorate your code with ```python``` tags."
@@ -65,8 +64,6 @@ def engine(tiny_folder: Path) -> Iterator[Any]:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
-@pytest.mark.timeout(600)
 def test_a_collector_of_dialog_turns_with_vllm(engine: Any) -> None:
     from rlpost.collectors import LLMCollector
     from rlpost.envs import LLMEnv
@@ -115,8 +112,6 @@ def test_a_collector_of_dialog_turns_with_vllm(engine: Any) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
-@pytest.mark.timeout(600)
 def test_the_version_of_the_policy_is_written_in_the_data(engine: Any, tiny_folder: Path) -> None:
     from rlpost.collectors import LLMCollector, vLLMUpdater
     from rlpost.envs import ArithmeticEnv
@@ -239,8 +234,6 @@ def test_transformers_reads_what_the_example_shows(
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
-@pytest.mark.timeout(600)
 @needs_bubblewrap
 @pytest.mark.parametrize("mode", MODES)
 def test_vllm_reads_what_the_example_shows(engine: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -535,9 +535,7 @@ def test_weights_go_over_a_group() -> None:
 
 @uses("vLLMWrapper", "LLMOnDevice", "make_vllm_worker", "vLLMUpdater")
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 def test_an_engine_is_started_and_taken(tiny_folder: Path, model: Any, tiny_tokenizer: Any) -> None:
-    pytest.importorskip("vllm")
     from rlpost.collectors import vLLMUpdater
     from rlpost.data.conversation import Conversation
     from rlpost.policies import LLMOnDevice, make_vllm_worker, vLLMWrapper

@@ -7,12 +7,10 @@ import socket
 import pytest
 
 from rlpost.errors import ConfigError, MissingExtraError, PolicyError
-from rlpost.imports import is_installed
 from rlpost.remote.cluster import NodeReport, connect, differences, gpus_seen, versions, without_gpus
 from tests.command_line import CommandLine
 from tests.says import Says
 
-with_ray = pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed")
 HERE = {"python": "3.11.7", "torch": "2.13.0", "ray": "2.60.0"}
 
 
@@ -27,7 +25,7 @@ def test_versions_that_differ_and_nodes_that_do_not_answer_are_told(says: Says) 
     assert versions()["python"].startswith("3.")
 
 
-@with_ray
+@pytest.mark.ray
 def test_an_address_that_does_not_answer_is_named(rlpost: CommandLine) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
@@ -36,7 +34,7 @@ def test_an_address_that_does_not_answer_is_named(rlpost: CommandLine) -> None:
     assert address in rlpost.err
 
 
-@with_ray
+@pytest.mark.ray
 def test_an_address_of_rays_client_is_refused() -> None:
     with pytest.raises(ConfigError, match="ray://"):
         connect("ray://head:10001")
@@ -49,8 +47,6 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.ray
-@with_ray
-@pytest.mark.timeout(280)
 def test_a_cluster_of_this_machine_is_fit(rlpost: CommandLine) -> None:
     told = rlpost.json("cluster check local --mb 1")
     [node] = told["nodes"]
@@ -60,8 +56,6 @@ def test_a_cluster_of_this_machine_is_fit(rlpost: CommandLine) -> None:
 
 
 @pytest.mark.ray
-@with_ray
-@pytest.mark.timeout(280)
 def test_a_port_of_something_else_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:  # which takes connections and never says a word
         address = f"127.0.0.1:{other.getsockname()[1]}"

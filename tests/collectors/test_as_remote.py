@@ -10,15 +10,10 @@ import pytest
 from talk import scripted, told
 
 from rlpost.collectors import LLMCollector
-from rlpost.imports import is_installed
 from rlpost.policies import Request, make_vllm_worker, vLLMWrapper
 from rlpost.settings import DType, SamplingSettings, VLLMSettings
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
-    pytest.mark.timeout(400),
-]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +40,6 @@ def test_a_collector_in_an_actor_gives_its_batches(cluster: Any) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
 def test_an_engine_in_an_actor_is_sampled_from(cluster: Any, tiny_folder: Path) -> None:
     settings = VLLMSettings(dtype=DType.float32, max_num_seqs=4, timeout_seconds=200)
     engine = make_vllm_worker(tiny_folder, make_ray_worker=True, settings=settings, max_model_len=64)

@@ -35,11 +35,7 @@ from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
 from tests.policies.test_transformers import assert_stops_at, remaining, stops_in
 from tests.processes import children, kill_engines_since
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed"),
-    pytest.mark.timeout(240),
-]
+pytestmark = pytest.mark.vllm
 
 with_peft = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")
 REQUESTS = [Request([5, 9, 80, 33 + i], 24, 7 + i) for i in range(8)]

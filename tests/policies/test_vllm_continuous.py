@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from rlpost.data.conversation import Completion
 from rlpost.errors import PolicyError
-from rlpost.imports import is_installed
 from rlpost.model.load import load_model
 from rlpost.policies import Request, vLLMWrapper
 from rlpost.policies.vllm_engine import tokens_in_flight
@@ -23,11 +22,7 @@ from rlpost.settings import Engine
 from tests.policies.test_vllm import DEAD, build_model, disturb, gap, started
 from tests.processes import children, kill_engines_since
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed"),
-    pytest.mark.timeout(240),
-]
+pytestmark = pytest.mark.vllm
 
 LIMIT = 60.0
 PROMPT = [5 + i % 50 for i in range(140)]  # longer than a block of the cache, which is read again

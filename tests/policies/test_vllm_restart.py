@@ -11,7 +11,6 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import PolicyError
-from rlpost.imports import is_installed
 from rlpost.policies.base import Request
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import DType, SamplingSettings, VLLMSettings
@@ -75,12 +74,9 @@ def test_it_is_not_started_again_too_often_or_without_weights(tiny_folder: Path,
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
 def test_a_training_whose_engine_is_killed_is_the_same_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_installed("vllm"):
-        pytest.skip("vLLM is not installed")
     (tmp_path / "mine.py").write_text(
         "def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n"
     )

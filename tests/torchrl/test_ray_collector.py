@@ -16,15 +16,10 @@ from moody import Moody, Scaled, half, next_of, seen
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
 from rlpost.data import ReplayBuffer
 from rlpost.errors import PolicyError
-from rlpost.imports import is_installed
 from tests.collectors.here import wait_until
 from tests.collectors.talk import scripted, talk, told
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.ray
 SMALL = {"num_cpus": 0.25, "memory": 2**20}
 HERE = Path(__file__).parent
 WEIGHTS = {"scale": torch.tensor(3.0)}

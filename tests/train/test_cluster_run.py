@@ -13,15 +13,10 @@ from typing import Any
 import pytest
 
 from rlpost.files import memory_folder
-from rlpost.imports import is_installed
 from rlpost.remote.exchange import EXCHANGE
 from tests.asynchronous import check_accounts, metrics, players, players_killed, run, started, wait_for, write_rows
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.errors import ConfigError, PolicyError
-from rlpost.imports import is_installed
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective
 from rlpost.policies.vllm import vLLMWrapper
@@ -127,8 +126,6 @@ def test_bidirectional_model_is_refused_before_sampling(tmp_path: Path, tiny_tok
 
 def sampled_by_vllm(kind: str, tmp_path: Path, tokenizer: Any) -> list[dict[str, Any]]:
     """The lines of two GRPO steps on rewards that differ, with a look of the gate at all weights after each push."""
-    if not is_installed("vllm"):
-        pytest.skip("vLLM is not installed")
     model = talking_model(kind, tie_word_embeddings=kind != "qwen3_moe")
     words = [*write_rows(tmp_path), *SHORT, saved(model, tmp_path / "model", tokenizer)]
     words = [word for word in words if word not in ("model=tiny", "policy=transformers")]
@@ -138,7 +135,6 @@ def sampled_by_vllm(kind: str, tmp_path: Path, tokenizer: Any) -> list[dict[str,
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", UNDER_VLLM)
 def test_vllm_samples_what_is_trained_for_unequal_widths(kind: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
     lines = sampled_by_vllm(kind, tmp_path, tiny_tokenizer)  # an alarm of the gate would have ended it
@@ -154,7 +150,6 @@ def test_vllm_samples_what_is_trained_for_unequal_widths(kind: str, tmp_path: Pa
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(240)
 def test_tied_head_that_a_push_leaves_out_is_named(
     tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

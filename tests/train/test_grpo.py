@@ -21,7 +21,6 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.paths import check_resumable
 from rlpost.errors import DivergedError, PolicyError
 from rlpost.estimate.needs import Needs
-from rlpost.imports import is_installed
 from rlpost.model.memory import CoresWatch
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.transformers import TransformersWrapper
@@ -313,10 +312,7 @@ def test_short_memory_is_freed_before_training_and_saving(
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(240)
 def test_the_same_training_runs_on_vllm(run: Run, tmp_path: Path) -> None:
-    if not is_installed("vllm"):
-        pytest.skip("vLLM is not installed")
     assert run(tmp_path, "policy=vllm", "policy.dtype=float32", "steps=3") == 0
     lines = metrics(tmp_path)[1:]
     assert [line["policy/version"] for line in lines] == [0, 1, 2]
@@ -327,10 +323,7 @@ def test_the_same_training_runs_on_vllm(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(240)
 def test_engine_started_from_a_removed_checkpoint_takes_weights(run: Run, tmp_path: Path) -> None:
-    if not is_installed("vllm"):
-        pytest.skip("vLLM is not installed")
     words = ["policy=vllm", "checkpoint.every=1", "checkpoint.keep_last=1", "eval.enabled=false"]
     assert run(tmp_path, *words, "steps=1") == 0
     assert run(tmp_path, *words, "steps=4", resume="auto") == 0
