@@ -20,10 +20,10 @@ def write_rows(folder: Path, rows: Sequence[Any], name: str = "rows.jsonl") -> P
     return file
 
 
-def env_of(folder: Path, rows: Sequence[Any], *, size: int = 1, **settings: Any) -> Any:
+def env_of(folder: Path, rows: Sequence[Any], **settings: Any) -> Any:
     """The environment of `rows` in a file, in their order, all of them for training and scored by `exact`."""
     usual = {"path": str(write_rows(folder, rows)), "reward": ["exact"], "held_out": 0.0, "shuffle": False}
-    return build_env(DatasetSettings(**{**usual, **settings}), num_prompts=size)
+    return build_env(DatasetSettings(**{**usual, **settings}))
 
 
 def answer(env: ChatEnv, conversations: Sequence[Conversation], *replies: str, finish_reason: str = "stop") -> None:
