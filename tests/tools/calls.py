@@ -26,9 +26,9 @@ class Adder(ToolTransform):
         return [{"type": "function", "function": {"name": self.name, "description": "Add.", "parameters": parameters}}]
 
     def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
-        a, b = (call.arguments.get(name) for name in "ab")
-        if not isinstance(a, int):
-            return ToolResult("a must be an integer", ok=False)
+        a, b = call.arguments.get("a"), call.arguments.get("b")
+        if not isinstance(a, int) or not isinstance(b, int):
+            return ToolResult("a and b must be integers", ok=False)
         self.asked.append((a, b))
         return ToolResult(str(self.run(a, b)))
 
