@@ -92,7 +92,6 @@ RECIPES = {
     "a package to search": "hydra.searchpath: ['pkg://evil']",
     "a list of defaults": "defaults: [../evil]",
     "an option that is a path": "env: ../../evil",
-    "another recipe": "recipe: evil.yaml",
     "a command with more behind it": "command: train grpo; touch ran\n",
     "a prompt that reaches into objects": "env.prompt_template: '{question.__class__.__init__.__globals__}'",
 }

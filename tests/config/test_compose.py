@@ -195,7 +195,6 @@ def test_a_broken_recipe_names_its_file(here: Path, says: Says) -> None:
         "command: train grpo\noptim:\n  lr: 1\n",
         "command: train grpo\nstepz: 3\n",
         "command: train grpo\nsteps: many\n",
-        "command: train grpo\nmodel.path: ${oc.env:HOME}\n",
         "command: train grpo\nrecipe: other\n",
         "command: train grpo\nsteps: 1\nsteps: 2\n",
         "command: [train\n",

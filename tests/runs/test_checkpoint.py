@@ -126,6 +126,12 @@ def test_the_one_just_written_is_never_removed(tmp_path: Path) -> None:
         assert latest(tmp_path) == f"step-{step:06d}"
 
 
+def test_the_one_of_the_step_before_goes_unless_it_is_due(tmp_path: Path) -> None:
+    for step in (3, 4, 5, 6):
+        save(tmp_path, step, every=5, keep_last=9)
+    assert names(tmp_path) == ["latest", "step-000005", "step-000006"]
+
+
 def test_the_one_that_a_sampler_has_started_from_is_not_removed(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step, keep_last=1, in_use=10)
@@ -144,10 +150,10 @@ def test_later_checkpoints_are_dropped_and_latest_follows(tmp_path: Path) -> Non
     (tmp_path / ".step-000002.incomplete" / "model").mkdir(parents=True)  # left by a crash: the next save clears it
     for step in (10, 20, 30):
         save(tmp_path, step, keep_last=5)
-    assert [path.name for path in drop_checkpoints_after(tmp_path, 15)] == ["step-000020", "step-000030"]
-    assert (names(tmp_path), latest(tmp_path)) == (["latest", "step-000010"], "step-000010")
-    assert drop_checkpoints_after(tmp_path, 10) == []
-    assert [path.name for path in drop_checkpoints_after(tmp_path, 0)] == ["step-000010"]
+    assert [path.name for path in drop_checkpoints_after(tmp_path, 20)] == ["step-000030"]
+    assert (names(tmp_path), latest(tmp_path)) == (["latest", "step-000010", "step-000020"], "step-000020")
+    assert drop_checkpoints_after(tmp_path, 20) == []
+    assert [path.name for path in drop_checkpoints_after(tmp_path, 0)] == ["step-000010", "step-000020"]
     assert names(tmp_path) == []
 
 
