@@ -131,17 +131,6 @@ def as_words(attack: Callable[..., object]) -> str:
     return attack.__name__.replace("_", " ")
 
 
-def test_the_reward_of_the_page_is_about_thirty_lines() -> None:
-    [reward] = [text for _, name, text in blocks("own-data.md") if name == "count_reward.py"]
-    assert len(reward.splitlines()) <= 32
-
-
-def test_three_settings_are_all_the_page_needs_to_train() -> None:
-    commands = [line for language, _, text in blocks("own-data.md") if language == "sh" for line in text.splitlines()]
-    in_earnest = [line.removesuffix(" --dry-run") for line in commands if line.endswith("--dry-run")]
-    assert [len(re.findall("=", line)) for line in in_earnest] == [3]
-
-
 def test_the_loss_done_with_a_pencil_comes_out() -> None:
     [program] = [text for language, _, text in blocks("losses.md") if language == "python"]
     exec(compile(program, "losses.md", "exec"), {})  # it asserts what it says

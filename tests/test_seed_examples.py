@@ -17,34 +17,29 @@ SYSTEM_PROMPT = "You are an assistant that can execute Python code. Decorate you
 
 
 QUESTION = "Let's write a Python function that returns the square of a number."
-ACTION = """Here is a block of code to be executed in python:
+CALL = """\
+Here is a block of code to be executed in python:
 ```python
 def square(x):
     return x * x
 print('testing the square function with input 2:', square(2))
-```
+```"""
+ACTION = f"{CALL}\n<|im_end|>\n"
+SAID = f"""\
+<|im_start|>system
+{SYSTEM_PROMPT}<|im_end|>
+<|im_start|>user
+{QUESTION}<|im_end|>
+<|im_start|>assistant
+{CALL}<|im_end|>
+<|im_start|>user
+
+Code block 1 executed successfully:
+testing the square function with input 2: 4
+
 <|im_end|>
+<|im_start|>assistant
 """
-SAID = (
-    "<|im_start|>system\n"
-    f"{SYSTEM_PROMPT}<|im_end|>\n"
-    "<|im_start|>user\n"
-    "Let's write a Python function that returns the square of a number.<|im_end|>\n"
-    "<|im_start|>assistant\n"
-    "Here is a block of code to be executed in python:\n"
-    "```python\n"
-    "def square(x):\n"
-    "    return x * x\n"
-    "print('testing the square function with input 2:', square(2))\n"
-    "```<|im_end|>\n"
-    "<|im_start|>user\n"
-    "\n"
-    "Code block 1 executed successfully:\n"
-    "testing the square function with input 2: 4\n"
-    "\n"
-    "<|im_end|>\n"
-    "<|im_start|>assistant\n"
-)
 
 
 @pytest.fixture(scope="module")

