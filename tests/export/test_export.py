@@ -240,7 +240,7 @@ def test_limits_of_the_comparison() -> None:
     same = readings(-1.0, -2.0, top=[5, 6])
     assert compared(same, same, criterion="float32").agrees
     assert not compared(same, readings(-1.0, -2.0, top=[5, 7]), criterion="float32").agrees
-    near, far = readings(-1.01, -2.03, top=[5, 7]), readings(-1.01, -2.05, top=[5, 6])
+    near, far = readings(-1.01, -1.97, top=[5, 7]), readings(-1.01, -2.05, top=[5, 6])
     assert compared(same, near, criterion="bfloat16").log_prob_gap == pytest.approx(0.02)
     assert not compared(same, far, criterion="bfloat16").agrees
     assert not compared(same, readings(float("nan"), -2.0, top=[5, 6]), criterion="float16").agrees
