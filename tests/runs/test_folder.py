@@ -264,10 +264,15 @@ def test_a_line_that_an_older_run_held_back_is_kept(tmp_path: Path) -> None:
 # What somebody else wrote
 
 
-def test_an_error_with_any_text_is_logged_printable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_with_any_text_is_logged_printable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("rlpost")
+    monkeypatch.setattr(log, "propagate", False)  # pytest would keep the text, which pytest-xdist cannot send
+
     def fail() -> None:
         with make(tmp_path):
-            logging.getLogger("rlpost").warning("said: %s", "\x1b[2J\ud800\x07")
+            log.warning("said: %s", "\x1b[2J\ud800\x07")
             raise PolicyError("bad: \x1b]0;t\x07 \udfff")
 
     with pytest.raises(PolicyError):
