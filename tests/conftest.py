@@ -27,6 +27,8 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# vLLM takes 7 s to find out about a class of models, and keeps it there; tests move XDG_CACHE_HOME
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "vllm")))
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("FORCE_COLOR", None)
 # a run leaves SIGHUP ignored where it is, as under nohup, which may have started the suite

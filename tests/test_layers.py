@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,15 +96,17 @@ NEVER = {
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if "_builtin" not in path.parts)
 
 
-def imports(file: Path, *, top_level_only: bool = False) -> Iterator[str]:
+@cache
+def imports(file: Path, *, top_level_only: bool = False) -> list[str]:
     """Full names of what a file of rlpost imports; `from a import b` counts as `a.b`, whatever b is."""
-    tree = ast.parse((PACKAGE / file).read_text())
+    tree, found = ast.parse((PACKAGE / file).read_text()), []
     for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} has a relative import: name rlpost in full"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def room_of(file: Path) -> str:

@@ -98,7 +98,7 @@ class RowReport:
             "template": self.template,
             "splits": {name: asdict(split) for name, split in self.splits.items()},
             "shared": self.shared,
-            "not_used": self.unused,
+            "not_used": dict(sorted(self.unused.items())),
             "bad": {
                 "rows": self.bad.total,
                 "bad": self.bad.count,

@@ -129,7 +129,14 @@ def sampled_by_vllm(kind: str, tmp_path: Path, tokenizer: Any) -> list[dict[str,
     model = talking_model(kind, tie_word_embeddings=kind != "qwen3_moe")
     words = [*write_rows(tmp_path), *SHORT, saved(model, tmp_path / "model", tokenizer)]
     words = [word for word in words if word not in ("model=tiny", "policy=transformers")]
-    words += ["policy=vllm", "policy.dtype=float32", "policy.timeout_seconds=60", "gate.every=1"]
+    engine = "own_process" if kind == UNDER_VLLM[0] else "in_process"  # which starts sooner
+    words += [
+        "policy=vllm",
+        f"policy.engine={engine}",
+        "policy.dtype=float32",
+        "policy.timeout_seconds=60",
+        "gate.every=1",
+    ]
     assert train_in(TRAIN_GRPO, tmp_path / "r", [*words, "sampling.temperature=1.0", "checkpoint.every=2"]) == 0
     return metrics(tmp_path / "r")
 
