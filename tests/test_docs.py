@@ -21,6 +21,8 @@ from rlpost.rewards.attacks import BREAKING, PAYING
 from rlpost.rewards.functions import Finished, Rewards, load_reward
 from tests.judge_server import reply_of, serving
 
+pytestmark = pytest.mark.thorough
+
 DOCS = Path(__file__).parents[1] / "docs"
 ANY_BLOCK = re.compile(r"^```(\w*)[ ]?(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```(\w+)[ ]?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

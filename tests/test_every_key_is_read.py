@@ -54,6 +54,8 @@ from tests.openenv_server import open_env_server
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 from tests.trainings import train_in
 
+pytestmark = pytest.mark.thorough
+
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
 INSTRUCTED = {"ifeval": "punctuation:no_comma", "ifbench": "format:no_whitespace"}
 MADE = (["env=countdown"], ["env=reasoning_gym", "env.task=leg_counting"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import figures
 
+pytestmark = pytest.mark.thorough
+
 MORE = 1.1  # beyond so many times what is written here, a figure is lowered again or written anew, with the reason
 BESIDE = {"data.datasets", "data.rows", "data.demonstrations", "envs.tool_calls"}  # read row files, run tools
 HELD = {

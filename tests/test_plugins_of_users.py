@@ -17,6 +17,8 @@ from rlpost.cli.main import run
 from rlpost.runs.reader import verb_of
 from tests.trainings import metrics, rollouts, untimed
 
+pytestmark = pytest.mark.thorough
+
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w+)[ ]?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = (

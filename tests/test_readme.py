@@ -13,6 +13,8 @@ import pytest
 
 from rlpost.cli.main import run
 
+pytestmark = pytest.mark.thorough
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 COMMANDS = [
     word for line in README.splitlines() if line.startswith("|") for word in re.findall(r"`(rlpost .*?)`", line)

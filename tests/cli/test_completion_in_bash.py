@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")]
 
 Typed = Callable[[str], str]
 

@@ -21,6 +21,8 @@ from tests.run_folders import make_run
 from tests.says import Says
 from tests.settings_read import settings_classes
 
+pytestmark = pytest.mark.thorough
+
 # environments whose recipe is begun and then completed as it says; those that need no value, for one command
 OF_EVERY_COMMAND = ("arithmetic", "dataset", "gsm8k", "mix", "reasoning_gym", "text_game")
 OF_ONE = ("countdown", "ifbench", "ifeval", "math")

@@ -16,6 +16,8 @@ import pytest
 from tests.asynchronous import wait_for
 from tests.processes import children, is_gone
 
+pytestmark = pytest.mark.thorough
+
 CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 # each evaluation is a fork, since importing takes most of the time; a suite run in the background ignores Ctrl-C
 PROGRAM = """

@@ -11,6 +11,8 @@ import pytest
 from tests.command_line import CommandLine
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 LONG = "a" * 300
 
 # what a user types, by the exit code

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 Trained = tuple[Path, subprocess.CompletedProcess[bytes]]
 SAID = r"\x1b[2J\ud800\x07 of a stranger"  # as it is shown; the terminal would clear its screen by the raw text
 REWARD = '''

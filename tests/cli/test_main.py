@@ -24,6 +24,8 @@ from tests.command_line import CommandLine
 from tests.says import Says
 from tests.trainings import stand_in_for_grpo
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:

@@ -19,6 +19,8 @@ import pytest
 from tests.command_line import CommandLine
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 VERBS = {"train", "eval", "chat", "doctor", "runs", "rollouts", "config", "env", "reward"}
 QUICK = "train grpo model=tiny policy=scripted steps=1 eval.enabled=false prompts_per_step=1 group_size=2"
 OWN = f"{QUICK} env=dataset"

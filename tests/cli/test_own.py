@@ -18,6 +18,8 @@ from rlpost.config.compose import compose
 from tests.command_line import CommandLine
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 ROWS = "\n".join(json.dumps({"prompt": f"What is {n} + 1?", "answer": n + 1}) for n in range(30))
 OWN_ROWS = "env=dataset env.path=rows.jsonl env.reward=./own.py:own"
 

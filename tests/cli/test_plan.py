@@ -16,6 +16,8 @@ from tests.command_line import CommandLine
 from tests.model.test_models import write_gguf
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 Planned = Callable[[str], dict[str, str]]
 
 

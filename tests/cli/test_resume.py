@@ -14,6 +14,8 @@ from tests.command_line import CommandLine
 from tests.run_folders import add_checkpoint
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 Planned = Callable[[str], dict[str, Any]]
 ASKED = ["model=tiny", "policy=scripted", "prompts_per_step=2", "group_size=2", "env.digits=3", "optim.lr=3e-05"]
 

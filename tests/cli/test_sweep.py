@@ -20,6 +20,8 @@ from rlpost.record import FINISHED
 from tests.command_line import CommandLine
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 Child = Callable[[str], list[list[str]]]
 
 SEEDS = "train grpo model=tiny steps=3 -m seed=0,1,2"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 SEEN = """
 import sys
 from rlpost.cli.main import run

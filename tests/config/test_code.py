@@ -24,6 +24,8 @@ from rlpost.settings.env import PythonSandbox, TextGameSettings
 from tests.run_folders import add_checkpoint, make_run
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 RUN = "open('ran', 'w')\n"
 GAME = "env: text_game\nenv.max_turns: 3\n"
 TOOL = "env.max_turns: 3\ntools.use: [{}]\n"

@@ -14,6 +14,8 @@ from rlpost.config.schema import as_text, options, recipes
 from rlpost.settings.base import MISSING
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without
 CHOSEN = [
     (command, [f"{g}={o}", *NEEDED.get(command.choices.get("env", "") if g != "env" else o, [])])

@@ -14,7 +14,7 @@ from rlpost.errors import ConfigError, RlpostError
 from rlpost.settings import CountdownSettings, DatasetSettings, MixSettings
 from tests.says import Says
 
-pytestmark = pytest.mark.usefixtures("here")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("here")]
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from rlpost.doctor import examine
 from tests.envs.own_rows import write_rows
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 TINY = ["model=tiny", "policy=transformers"]
 SUMS = ["env.digits=1", "env.max_completion_tokens=8"]
 ROWS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(2, 7) for b in range(3, 7)]

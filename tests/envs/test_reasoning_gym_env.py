@@ -14,6 +14,8 @@ from rlpost.settings import AnswerPlace, ReasoningGymSettings
 from tests.envs.episodes import answered, say
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("reasoning_gym")
 
 

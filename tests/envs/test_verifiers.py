@@ -30,6 +30,8 @@ from tests.processes import is_gone
 from tests.says import Says
 from tests.trainings import metrics, train_in
 
+pytestmark = pytest.mark.thorough
+
 SUMS = (verifiers_stubs.STUBS / "sums.py").read_text()
 OLD = (verifiers_stubs.STUBS / "old.py").read_text()
 

@@ -16,6 +16,8 @@ from rlpost.policies.base import Request
 from rlpost.policies.vllm import sampling_params
 from rlpost.settings import SamplingSettings
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = Path(__file__).with_name("cuda_choices.py")
 
 pytest.importorskip("vllm")

@@ -14,6 +14,8 @@ from rlpost.policies import stateless_init_process_group
 from rlpost.policies.vllm_worker import vLLMWorker
 from rlpost.remote.process import free_port
 
+pytestmark = pytest.mark.thorough
+
 HOST = "127.0.0.1"
 
 

@@ -17,6 +17,8 @@ from rlpost.rewards.score import Score
 from rlpost.settings import DatasetSettings
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 SECONDS = 1.5
 Mine = Callable[..., Rewards]
 

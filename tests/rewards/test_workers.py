@@ -18,6 +18,8 @@ from rlpost.errors import DataError, RewardError
 from rlpost.rewards.workers import Outcome, Worker, Workers
 from tests.processes import is_gone
 
+pytestmark = pytest.mark.thorough
+
 FUNCTIONS = """
 import os, subprocess, sys, time
 from rlpost.errors import DataError

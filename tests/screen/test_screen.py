@@ -19,6 +19,8 @@ from rlpost.screen.state import STOPPING
 from rlpost.text import printable
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\ud800\r0"
 FIGURES = {
     "reward/mean": 0.5449,

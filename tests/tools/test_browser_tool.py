@@ -25,6 +25,8 @@ from tests.says import Says
 from tests.tools.calls import result_in
 from tests.tools.web import Site, datagrams, served
 
+pytestmark = pytest.mark.thorough
+
 Error = pytest.importorskip("playwright.async_api").Error
 
 PAGES = {

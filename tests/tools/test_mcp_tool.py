@@ -29,6 +29,8 @@ from tests.processes import children, is_gone, wait_until
 from tests.says import Says
 from tests.tools.calls import result_in
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("mcp")
 
 SERVERS = Path(__file__).with_name("mcp_servers.py")

@@ -31,6 +31,8 @@ from rlpost.settings.training import (
 from rlpost.tracking.trackers import Status, Tracking, address_without_password, chosen_tracker
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 CONFIG = {"steps": 4, "optim": {"lr": 1.5e-5}, "env": {"operations": ["add"], "system_prompt": None}}
 BEFORE = [{"step": s, "reward/mean": s / 3, "time/step": 1.5, "ess": None} for s in range(5)]
 AFTER = [{"step": s, "reward/mean": s / 7, "time/step": 2.5, "ess": 1.0} for s in range(3, 6)]

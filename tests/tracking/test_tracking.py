@@ -21,6 +21,8 @@ from tests.processes import wait_until
 from tests.says import Says
 from tests.trainings import train_in
 
+pytestmark = pytest.mark.thorough
+
 CONFIG = {"steps": 4, "optim": {"lr": 1e-5}}
 
 

@@ -21,6 +21,8 @@ from tests.asynchronous import check_accounts, metrics, players, players_killed,
 from tests.processes import is_gone
 from tests.says import Says
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:

@@ -28,6 +28,8 @@ from rlpost.train.update import Learner, Microbatches, gradient_of
 from tests.says import Says
 from tests.trainings import ends_alike, metrics, train_in, train_in_parts
 
+pytestmark = pytest.mark.thorough
+
 HINT = "hint=The answer is {answer}."
 TEMPERATURE = 0.8
 WORDS = [

@@ -33,6 +33,8 @@ from rlpost.weight_sync.base import named_weights
 from tests.asynchronous import wait_for
 from tests.trainings import FOUR_SUMS, metrics, train_in
 
+pytestmark = pytest.mark.thorough
+
 SUMS = ["env.digits=1", "env.max_completion_tokens=8", "prompts_per_step=2", "group_size=2", "eval.enabled=false"]
 
 

@@ -311,6 +311,7 @@ def test_short_memory_is_freed_before_training_and_saving(
     assert [line["memory/peak_gb"] > 0 for line in metrics(tmp_path / "r")] == [True, True]
 
 
+@pytest.mark.first
 @pytest.mark.vllm
 def test_the_same_training_runs_on_vllm(run: Run, tmp_path: Path) -> None:
     assert run(tmp_path, "policy=vllm", "policy.dtype=float32", "steps=3") == 0

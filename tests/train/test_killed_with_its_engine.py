@@ -14,6 +14,8 @@ import pytest
 from rlpost.imports import is_installed
 from tests.processes import children, is_gone
 
+pytestmark = pytest.mark.thorough
+
 SLEEP = ["sleep", f"600.{os.getpid()}"]  # and no other test's
 REWARD = f"""
 import subprocess

@@ -21,6 +21,8 @@ from rlpost.train.assemble import assemble_grpo
 from tests.asynchronous import write_rows
 from tests.trainings import ends_alike, train_in, train_in_parts, untimed
 
+pytestmark = pytest.mark.thorough
+
 MORE = ["eval.enabled=false", "optim.lr=1e-2", "checkpoint.every=0", "deterministic=true"]
 LORA = ["lora.enabled=true", "lora.rank=64"]  # of 64 columns: 4096 numbers, from which on the 8-bit form is used
 PACKAGES = {"lora.enabled=true": "peft", "optim=adamw_8bit": "bitsandbytes"}

@@ -24,6 +24,8 @@ from tests.asynchronous import players, started, trained_groups, wait_for, write
 from tests.says import Says
 from tests.trainings import ends_alike, metrics, train_in, weights
 
+pytestmark = pytest.mark.thorough
+
 PLAIN = ["cluster.trainer_ranks=2"]
 DIVIDED = [*PLAIN, "cluster.sharding=full"]
 ASYNC = ["collector=async", "max_policy_lag=0"]

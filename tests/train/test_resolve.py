@@ -19,6 +19,8 @@ from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
 from rlpost.settings import Engine, SamplerCorrection
 from rlpost.train.resolve import CORRECTION, DAY, LAG, in_yaml, resolve
 
+pytestmark = pytest.mark.thorough
+
 GB = 10**9
 H100 = Room(84 * GB, 85 * GB)
 ALWAYS = {"policy", DAY, LAG, CORRECTION}  # changes that depend on neither device nor size

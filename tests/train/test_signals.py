@@ -31,6 +31,8 @@ from rlpost.train.signals import Signals
 from tests.says import Says
 from tests.trainings import printed, train_in, untimed
 
+pytestmark = pytest.mark.thorough
+
 EVALUATED = ["env.eval_limit=2", "eval.every=1", "checkpoint.every=0"]
 SAMPLED = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "env.max_completion_tokens=4"]
 LOOPS: dict[str, tuple[Command[Any], list[str]]] = {

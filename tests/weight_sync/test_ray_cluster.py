@@ -72,6 +72,7 @@ def plays_with(actor: Actor, policy: torch.nn.Module) -> Any:
     return version
 
 
+@pytest.mark.first
 def test_a_push_reaches_all_workers_before_the_version_rises(cluster: Any, workers: dict[int, Actor]) -> None:
     before, sender = left_in_memory(), WeightSender()
     policy = torch.nn.Linear(3, 1)
