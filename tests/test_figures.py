@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import figures
+import pytest
 
 pytestmark = pytest.mark.thorough
 
