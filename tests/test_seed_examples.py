@@ -83,14 +83,8 @@ def test_a_collector_of_dialog_turns_with_vllm(engine: Any) -> None:
         dialog_turns_per_batch=env.batch_size[0],
         total_dialog_turns=3,
     )
-    printed = ""
-    data: Any = None
-    for i, data in enumerate(collector):
-        if i == 2:
-            printed = str(data)
-            break
-
-    assert data is not None
+    data: Any = list(islice(collector, 3))[-1]
+    printed = str(data)
     assert isinstance(data, LazyStackedTensorDict)
     assert (data.batch_size, data.stack_dim) == (torch.Size([1, 1]), 1)
     for name in ("attention_mask", "collector", "done", "terminated", "text", "text_response", "tokens"):
@@ -169,11 +163,8 @@ def test_the_python_interpreter_answers_a_block_of_code(
 
 
 MODES = ("history", "text", "tokens")
-GREEDY = {
-    "max_new_tokens": 5,
-    "do_sample": False,
-    "stop": ["\n\n"],
-}  # a random model repeats the last token, a line break
+# a random model repeats the last token, a line break
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "stop": ["\n\n"]}
 
 
 def shown_as_text(shown: TensorDictBase, mode: str, tokenizer: Any) -> str:
