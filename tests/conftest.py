@@ -51,7 +51,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def says(request: pytest.FixtureRequest, tmp_path: Path) -> Says:
     """Compares the wording of a verb with tests/snapshots/VERB.txt: `says("train", text)`, see tests/says.py."""
     test = request.node.nodeid.removeprefix("tests/")
-    return Says(test, {str(tmp_path): "<tmp>"}, write=request.config.getoption("--snapshots"))
+    return Says(test, {str(tmp_path): "<tmp>"}, write=bool(request.config.getoption("--snapshots")))
 
 
 @pytest.fixture

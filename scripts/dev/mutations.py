@@ -82,7 +82,8 @@ def candidates(place: str, path: Path) -> Iterator[Fault]:
             before, whole = _text(source, node), _text(source, statement)
             nth = _text(source, statement)[: _offset(source, node) - _offset(source, statement)].count(before)
             file = str(path.relative_to(ROOT))
-            yield Fault(place, operator, file, function, node.lineno, whole, before, after, nth)
+            line = source.count("\n", 0, _offset(source, node)) + 1
+            yield Fault(place, operator, file, function, line, whole, before, after, nth)
 
 
 def _changes(node: ast.AST, source: str) -> Iterator[tuple[str, str]]:
@@ -211,7 +212,7 @@ def copied(to: Path) -> Path:
     return to
 
 
-def pytest(folder: Path, arguments: Sequence[str], log: Path, seconds: float | None = None, **more: str) -> int:
+def pytest(folder: Path, arguments: Sequence[str], log: Path, seconds: float | None, **more: str) -> int:
     """Run pytest in a copy; its exit status, 124 where it took too long."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **more}
     with log.open("w") as out:
@@ -239,7 +240,7 @@ def trace(folder: Path, faults: Sequence[Fault], arguments: Sequence[str]) -> No
     began = time.monotonic()
     status = pytest(
         copy, ["--durations=0", "--durations-min=0", *(arguments or ["-n", "2", "--dist", "loadfile"])],
-        folder / "trace.log", **{TRACE: str(marks)},
+        folder / "trace.log", None, **{TRACE: str(marks)},
     )  # fmt: skip
     ran_by: dict[int, list[str]] = {number: [] for number in range(len(faults))}
     for mark in sorted(marks.iterdir()):
