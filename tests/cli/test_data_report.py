@@ -31,7 +31,7 @@ def test_alpaca_is_known_by_its_columns_in_every_training(reported: Reported) ->
     rows = [{"instruction": f"Add {n}.", "input": "to 1" if n % 2 else "", "output": str(n + 1)} for n in range(40)]
     Path("alpaca.json").write_text(json.dumps(rows))
     found = reported("alpaca.json")
-    assert reported("env.path=alpaca.json") == found  # as the other verbs are told
+    assert reported("env.path=alpaca.json") == found  # the form in which other verbs take the file
     assert "Alpaca" in found["form"]
     assert sum(split["rows"] for split in found["splits"].values()) == 40
     settings = compose(TRAIN_GRPO, ["env=dataset", "env.path=alpaca.json", "env.reward=number"]).settings

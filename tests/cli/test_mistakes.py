@@ -140,7 +140,7 @@ VISIBLE = {
     """,
 }
 
-# these need the environment, the tokenizer or the disk: what is wrong -> (command line, exit code, what is said)
+# these need the environment, the tokenizer or the disk: the mistake -> (command line, exit code, part of the answer)
 FOUND_LATER: dict[str, tuple[str, int, str]] = {
     "a GPU that is not there": (f"{QUICK} policy=transformers model.device=cuda:7", 2, "model.device=cuda:7 cannot be"),
     "prompt longer than asked": (f"{QUICK} env.max_prompt_tokens=4", 3, "45 tokens, more than env.max_prompt_tokens=4"),
@@ -281,7 +281,7 @@ def small_disk(here: Path, request: pytest.FixtureRequest) -> list[str]:
     ("small_disk", "reason"),
     [
         ("size=120k", "1.09 MB"),  # what a checkpoint takes, told before anything is loaded
-        ("nr_inodes=14", os.strerror(errno.ENOSPC)),  # room for a checkpoint, but not for so many files
+        ("nr_inodes=14", os.strerror(errno.ENOSPC)),  # room for the bytes of a checkpoint, not for its number of files
     ],
     indirect=["small_disk"],
 )

@@ -305,7 +305,7 @@ ENDS = ["<|im_end|>\n", "<|im_end|>\n", f"{RESULT_END}<|im_end|>\n", f"{RESULT_E
 
 
 def test_a_text_that_can_be_read_is_written_the_same() -> None:
-    """Qwen's own pieces in many orders, most of which no template would write."""
+    """Pieces of Qwen's template in random orders; a template would write few of them."""
     chance = random.Random("qwen")
     readable = 0
     for _ in range(1200):

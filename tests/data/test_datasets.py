@@ -1,4 +1,4 @@
-"""Rows by path, split and share held out, and the places of those that cannot be used."""
+"""Rows by path, split and held-out share; a row that cannot be used is named by file and number."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_a_path_without_the_split_says_what_to_give(tmp_path: Path, says: Says) 
     (tmp_path / "a.jsonl").rename(tmp_path / "dev.jsonl")
     refused(tmp_path, "train")
     refused(tmp_path / "nothing", "train")
-    for missing in ("./nothing", "data/deep/nothing", "nothing.jsonl"):  # none of which can be an id of the hub
+    for missing in ("./nothing", "data/deep/nothing", "nothing.jsonl"):  # no id of the hub looks like this
         with pytest.raises(DataError, match=rf"env\.path={missing}"):
             load_rows(missing, "train")
 

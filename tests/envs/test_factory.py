@@ -73,7 +73,7 @@ def made() -> Iterator[Make]:
 
 
 def broken_code(**bodies: str) -> str:
-    """The source of a class of which some methods have these bodies."""
+    """The source of a class, with these bodies in place of some methods' own."""
     code = BROKEN
     for method, body in bodies.items():
         code = re.sub(f"return .* # body of {method}", body, code)

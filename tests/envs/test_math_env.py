@@ -38,7 +38,7 @@ def test_the_right_answer_is_found_wherever_rows_have_it(env: MathEnv) -> None:
     assert [task["answer"] for task in tasks] == [r"\frac{1}{2}", "7", r"(3,\frac{\pi}{2})", "1,024", r"\{1,2\}"]
     assert [task["question"] for task in tasks] == ["1 / 2?", "3 + 4?", "The pair?", "Natalia?", "Its roots?"]
     assert tasks[0]["level"] == "Level 1"
-    system, user = conversations[0].messages  # the model is told to box and sees no answer
+    system, user = conversations[0].messages  # the prompt asks for a box and does not hold the answer
     assert r"\boxed{}" in system["content"]
     assert user == {"role": "user", "content": "1 / 2?"}
 

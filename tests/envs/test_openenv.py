@@ -191,7 +191,7 @@ def spoilt_by(answer: Any) -> Any:
 
 
 def error_after(answer: Any, **settings: Any) -> tuple[str, int]:
-    """Play two conversations of which one guesses 77; its error, and how many sessions were opened behind it."""
+    """Play two conversations, one with the guess 77. Returns its error and how many sessions were opened after it."""
     with playing(twist=spoilt_by(answer), settings={"num_envs": 2, **settings}) as (server, env):
         spoilt, right = conversations = env.draw()
         before = server.opened

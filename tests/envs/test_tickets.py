@@ -163,7 +163,7 @@ def begun_since(before: set[threading.Thread]) -> int:
 
 
 def played(env: ChatEnv, text: str, workers: int) -> list[Conversation]:
-    """64 conversations, opened and answered by so many threads."""
+    """64 conversations, opened and answered by 64 threads."""
     tickets = env.tickets(THREADS)
     go = threading.Barrier(workers, timeout=30)
 

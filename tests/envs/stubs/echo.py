@@ -9,7 +9,7 @@ class Echo:
         """Say a message back.
 
         Args:
-            message: what is said
+            message: the text to repeat
         """
         self.said.append(message)
         return message
