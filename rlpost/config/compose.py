@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import count
@@ -293,8 +294,23 @@ def _compose_files(
     command: Command[Any], groups: Sequence[str], chosen: Mapping[str, str]
 ) -> tuple[DictConfig, dict[str, str]]:
     """The files of conf/ under the chosen options, typed by their schemas, and every group's option."""
+    found = [file for folder in schema.search_folders("conf") for file in folder.rglob("*.yaml") if file.is_file()]
+    files = tuple((file, file.read_bytes()) for file in found)
+    config, choices = _composed(command, tuple(groups), tuple(chosen.items()), _offered(), files)
+    return deepcopy(config), dict(choices)
+
+
+@lru_cache(maxsize=64)  # Hydra takes 0.1 s, and sweeps, mixes and explanations ask for the same again and again
+def _composed(
+    command: Command[Any],
+    groups: tuple[str, ...],
+    chosen: tuple[tuple[str, str], ...],
+    offered: tuple[tuple[str, str, type], ...],
+    files: tuple[tuple[Path, bytes], ...],
+) -> tuple[DictConfig, dict[str, str]]:
+    """See `_compose_files`; what Hydra gives depends on the rows `offered` and on the text of every file, too."""
     try:
-        with files_of_conf(command, chosen) as (root, words):
+        with files_of_conf(command, dict(chosen)) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)
         choices = {group: str(config.hydra.runtime.choices[group]) for group in groups}
     except (HydraException, *YAML_ERRORS, RecursionError) as error:  # RecursionError: a file that includes itself
@@ -319,9 +335,14 @@ def _store_schemas() -> None:
     The root of each command is a node of its own: Hydra looks for the primary file in one folder
     only, and this node includes conf/COMMAND.yaml, the user's or the built-in, or holds the defaults itself.
     """
-    offered = tuple((group, name, row.cls) for group, rows in CHOICES.items() for name, row in rows.items())
+    offered = _offered()
     names = [*(command.name for command in COMMANDS), *(f"{group}/{name}" for group, name, _ in offered)]
     _store(tuple(COMMANDS), offered, frozenset(name for name in names if schema.conf_file(name) is not None))
+
+
+def _offered() -> tuple[tuple[str, str, type], ...]:
+    """Every option that is a row of the catalogue: its group, its name and its settings class."""
+    return tuple((group, name, row.cls) for group, rows in CHOICES.items() for name, row in rows.items())
 
 
 @lru_cache(maxsize=1)  # files and options rarely change between two calls

@@ -43,8 +43,8 @@ class Refused(ToolError):
 
 
 def fault_text(fault: Mapping[str, Any]) -> str:
-    """A finding of pydantic: the field, and what is wrong with it."""
-    return f"{'.'.join(map(str, fault['loc']))}: {fault.get('msg')}"
+    """A finding of pydantic: the field, if it is one's, and what is wrong with it."""
+    return ": ".join(filter(None, (".".join(map(str, fault["loc"])), str(fault.get("msg")))))
 
 
 @dataclass(frozen=True)
