@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -67,6 +68,20 @@ def rlpost(capsys: pytest.CaptureFixture[str]) -> CommandLine:
     from tests.command_line import CommandLine
 
     return CommandLine(capsys)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap(unfrozen_in_the_end: None) -> None:
+    """Collecting what all files of tests have imported takes longer than a training of the tiny model."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def unfrozen_in_the_end() -> Iterator[None]:
+    """Else some packages name all of it as leaked."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -302,13 +302,9 @@ def _compose_files(
 
 @lru_cache(maxsize=64)  # Hydra takes 0.1 s, and sweeps, mixes and explanations ask for the same again and again
 def _composed(
-    command: Command[Any],
-    groups: tuple[str, ...],
-    chosen: tuple[tuple[str, str], ...],
-    offered: tuple[tuple[str, str, type], ...],
-    files: tuple[tuple[Path, bytes], ...],
+    command: Command[Any], groups: tuple[str, ...], chosen: tuple[tuple[str, str], ...], *_: Any
 ) -> tuple[DictConfig, dict[str, str]]:
-    """See `_compose_files`; what Hydra gives depends on the rows `offered` and on the text of every file, too."""
+    """See `_compose_files`; the others are what Hydra's result depends on, too: options and the texts of files."""
     try:
         with files_of_conf(command, dict(chosen)) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)

@@ -153,18 +153,12 @@ def check_step(run: Path, step: int | None, *, sampled: bool) -> int:
         return step
     if not steps:
         raise ConfigError(f"no step of {run} can be replayed: it has none whose weights and completions are kept")
-    shown = [str(each) for each in (steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-3:]])]
-    named = f"steps {', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else f"step {shown[0]}"
+    shown = ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-3:]]))
     near = min(steps, key=lambda each: abs(each - (step or 0)))
-    rows, _ = read_metrics(run / "metrics.jsonl")
-    if step not in {row["step"] for row in rows}:
-        why, more = "metrics.jsonl does not have it", ""
-    elif sampled and step not in rollout_steps(run):
-        why, more = "its completions are not kept", ""
-    else:
-        why, more = f"no checkpoint of step {(step or 0) - 1} is kept", "; checkpoint.every=10 keeps more"
+    lost = sampled and step not in rollout_steps(run)
+    why = "its completions are not kept" if lost else f"no checkpoint of step {(step or 0) - 1} is kept"
     raise ConfigError(
-        f"step {step} cannot be replayed: {why}; {named} can: rlpost runs replay {run} --step {near}{more}"
+        f"step {step} cannot be replayed: {why}; these can be: {shown}: rlpost runs replay {run} --step {near}"
     )
 
 

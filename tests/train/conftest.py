@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from rlpost.catalog import TRAIN_SFT
 from tests.trainings import FOUR_SUMS, train_in
-
-
-@pytest.fixture(scope="package", autouse=True)
-def unfrozen_heap() -> Iterator[None]:
-    """Looking through what all tests have left on the heap takes longer than a training of the tiny model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlpost.train.run.frozen_heap", nullcontext)
-        yield
 
 
 @pytest.fixture(scope="session")
