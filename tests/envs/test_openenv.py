@@ -32,6 +32,7 @@ from rlpost.settings import OpenEnvSettings
 from tests.collectors.talk import tokenizer
 from tests.envs.episodes import call, digit_of, error_of, say, say_right, say_wrong, wrong_for
 from tests.openenv_server import SCHEMA, TOOLS_SCHEMA, Failure, Guess, OpenEnvServer, Shop, open_env_server, seen
+from tests.processes import wait_until
 from tests.says import Says
 from tests.trainings import metrics, train_in
 
@@ -251,6 +252,9 @@ def test_a_flood_of_frames_that_nobody_asked_for_is_an_error() -> None:
     with playing(twist=spoilt_by(flood)) as (_, env):
         [conversation] = env.draw()
         say(env, [conversation], "77")
+        session = env.episodes[conversation.key].session
+        assert session is not None
+        wait_until(lambda: session.lost)
         say_right(env, [conversation])
         assert "no, 1" in error_of(conversation)
         [after] = env.draw()
