@@ -20,6 +20,7 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+@cache  # a run asks for twenty of them whenever it writes environment.json
 def installed_version(package: str) -> str | None:
     """The version of an installed package, or None; nothing is imported."""
     from importlib.metadata import PackageNotFoundError, version  # 13 ms, too slow for `rlpost --help`

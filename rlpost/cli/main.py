@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -239,6 +240,12 @@ def rlpost(
     """Post-train language models with reinforcement learning."""
 
 
+@lru_cache(maxsize=1)
+def _with_verbs(*commands: Any) -> Any:
+    """All verbs of the command line, which takes 20 ms to make and is needed again to explain a mistake."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns its exit code.
 
@@ -246,14 +253,14 @@ def run(arguments: Sequence[str]) -> int:
     """
     try:
         train.offer_verbs(arguments)
-        command = typer.main.get_command(app)
+        command = _with_verbs(*COMMANDS)
         with command.make_context("rlpost", list(arguments), obj=list(arguments)) as context:
             command.invoke(context)
         sys.stdout.flush()
     except typer.Exit as done:
         return done.exit_code
     except typer.TyperException as error:
-        message = explain_usage(error, typer.main.get_command(app), arguments)
+        message = explain_usage(error, _with_verbs(*COMMANDS), arguments)
         if type(error).__name__ == "NoArgsIsHelpError":
             print(message, file=sys.stderr)
         else:

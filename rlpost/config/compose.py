@@ -347,6 +347,8 @@ def _store(
 ) -> None:
     """Store the options of every group, and a root for each command; a file of conf/ describes those in `described`."""
     store = ConfigStore.instance()
+    # Hydra copies all of it in each call, for half of the time that it takes; it copies what it gives from it anyway
+    vars(store)["__deepcopy__"] = lambda memo: store
     for command in commands:
         stored = schema.schema_name(command.name)
         own = [stored, *({group: option} for group, option in command.choices.items())]

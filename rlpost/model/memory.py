@@ -41,16 +41,14 @@ def frozen_heap() -> Iterator[None]:
     """A block in which Python's garbage collector ignores all objects that existed before.
 
     Traversing the objects of torch, transformers and vLLM stops every thread for a tenth of a second, many times a
-    minute. Where some were ignored before, all remain so.
+    minute.
     """
-    is_outermost = gc.get_freeze_count() == 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        if is_outermost:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 def give_back_freed_memory() -> bool:

