@@ -67,7 +67,7 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 def code_lines(source: str) -> int:
     """Lines of `source` that are neither blank nor part of a comment or docstring."""
     documented: set[int] = set()
-    for node in ast.walk(parsed(source)):
+    for node in nodes_of(parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if ast.get_docstring(node, clean=False) is not None and first is not None:
@@ -101,6 +101,12 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@functools.cache
+def nodes_of(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of the syntax tree of a file."""
+    return list(ast.walk(tree))
+
+
 def sources() -> dict[str, str]:
     """File under rlpost/ -> its text."""
     return {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
@@ -108,7 +114,7 @@ def sources() -> dict[str, str]:
 
 def import_lines(source: str) -> int:
     """Code lines of `source` that import, those inside functions included."""
-    nodes = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    nodes = [node for node in nodes_of(parsed(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     return len({line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)})
 
 
@@ -124,14 +130,14 @@ def errors(files: dict[str, str]) -> int:
     trees = [parsed(text) for text in files.values()]
     top = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     raising = {function.name for function in top if only_raises(function)}
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = [node for tree in trees for node in nodes_of(tree)]
     calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in raising]
     return sum(isinstance(node, ast.Raise) for node in nodes) + len(calls)
 
 
 def imports(source: str) -> Iterator[str]:
     """Full names of what a source imports, wherever in it; `from a import b` counts as `a.b`, whatever b is."""
-    for node in ast.walk(parsed(source)):
+    for node in nodes_of(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -180,14 +186,14 @@ def take_the_run(files: dict[str, str]) -> list[str]:
     while True:
         before = len(names)
         for file in known:
-            classes = [node for node in ast.walk(trees[file]) if isinstance(node, ast.ClassDef)]
+            classes = [node for node in nodes_of(trees[file]) if isinstance(node, ast.ClassDef)]
             names |= {node.name for node in classes if _holds(node, names)}
         if len(names) == before:
             break
     functions = [
         (file, node)
         for file in sorted(known)
-        for node in ast.walk(trees[file])
+        for node in nodes_of(trees[file])
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     return [f"{file} {node.name}" for file, node in functions if _parameters(node, names)]
@@ -208,7 +214,7 @@ def take_settings(files: dict[str, str]) -> list[str]:
         names |= {n.name for n in settings if _has_field(n, groups) or any(_mentions(b, names) for b in n.bases)}
         variables = {file: _variables_for(names, tree) for file, tree in trees.items()}
         for file, tree in trees.items():
-            classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name not in groups]
+            classes = [node for node in nodes_of(tree) if isinstance(node, ast.ClassDef) and node.name not in groups]
             names |= {node.name for node in classes if _holds(node, names | _imported(variables, tree, file))}
         if len(names) == before:
             break
@@ -216,7 +222,7 @@ def take_settings(files: dict[str, str]) -> list[str]:
         f"{file} {node.name}"
         for file, tree in trees.items()
         for known in [names | _imported(variables, tree, file)]
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (_parameters(node, known) or _takes_any_settings(node))
     ]
@@ -248,7 +254,7 @@ def ask_settings(files: dict[str, str]) -> list[str]:
     names, flags = {node.name for node in settings}, {flag for node in settings for flag in _flags_of(node)}
     found = []
     for file, text in files.items():
-        for node in ast.walk(parsed(text)):
+        for node in nodes_of(parsed(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 asks = node.func.id in ("isinstance", "issubclass") and _mentions(node.args[1], names)
             elif isinstance(node, ast.Compare):
@@ -267,7 +273,7 @@ def ask_settings(files: dict[str, str]) -> list[str]:
 
 def settings_classes(files: dict[str, str]) -> list[ast.ClassDef]:
     """The classes of rlpost/settings/ whose names end in Settings."""
-    nodes = [node for file, text in files.items() if file.startswith("settings/") for node in ast.walk(parsed(text))]
+    nodes = [node for file, text in files.items() if file.startswith("settings/") for node in nodes_of(parsed(text))]
     return [node for node in nodes if isinstance(node, ast.ClassDef) and node.name.endswith("Settings")]
 
 
@@ -404,7 +410,7 @@ def size() -> dict[str, float]:
 def tests() -> dict[str, float]:
     """Code lines of the tests, and how many of their functions hold the wording or replace parts of the program."""
     files = [file.read_text() for file in sorted((PACKAGE.parent / "tests").rglob("*.py"))]
-    functions = [node for text in files for node in ast.walk(parsed(text)) if isinstance(node, ast.FunctionDef)]
+    functions = [node for text in files for node in nodes_of(parsed(text)) if isinstance(node, ast.FunctionDef)]
     functions = [function for function in functions if function.name.startswith("test_")]
     return {
         "test code lines": sum(map(code_lines, files)),
