@@ -17,6 +17,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ PLACES = {
 }
 OPERATORS = ("sign", "off by one", "dropped term", "swapped arguments", "skipped call")
 SUITE = ["-q", "-p", "no:cacheprovider", "-o", "addopts=-m 'not slow and not gpu and not parity'"]
-SECONDS = 1800.0  # for the tests of one file under a fault: one that hangs is caught
+SECONDS = 3000.0  # for the tests of one fault: one that hangs is caught
 TRACE = "RLPOST_TRACE_MUTATIONS"
 MARK = (  # a line that writes down the test file in which it runs, also in the processes that a test starts
     f"(e := __import__('os').environ).get('{TRACE}') and __import__('pathlib').Path(e['{TRACE}'], '{{number}} ' + "
@@ -276,11 +277,12 @@ def try_all(folder: Path, faults: Sequence[Fault], jobs: int, arguments: Sequenc
         good = path.read_text()
         path.write_text(changed(good, fault))
         try:
-            for test in ran_by[str(number)]:
-                log = folder / f"try{number}.log"
-                if (copy / test).exists() and pytest(copy, ["-x", test, *arguments], log, SECONDS) not in (0, 5):
-                    return test
-            return None
+            log = folder / f"try{number}.log"
+            tests = [test for test in ran_by[str(number)] if (copy / test).exists()]
+            if not tests or pytest(copy, ["-x", *tests, *arguments], log, SECONDS) in (0, 5):
+                return None
+            failed = re.search(r"^(?:FAILED|ERROR) ([^:\n]+)", log.read_text(), re.MULTILINE)
+            return failed[1] if failed else "the run did not end well"
         finally:
             path.write_text(good)
             copies.append(copy)

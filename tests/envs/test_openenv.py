@@ -394,9 +394,10 @@ class Empty(Shop):
     ids=["list of fields", "field of text", "choices of text", "failure", "unlike", "no tools"],
 )
 def test_an_environment_that_cannot_be_played_is_refused(
-    server: dict[str, Any], error: type[Exception], says: Says
+    server: dict[str, Any], error: type[Exception], says: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Unlike.begun, Moody.failures = 0, 1
+    monkeypatch.setattr(Unlike, "begun", 0)
+    monkeypatch.setattr(Moody, "failures", 1)
     with open_env_server(**server) as running, pytest.raises(error) as refused:
         OpenEnv(running.url).start()
     says("env", steady(refused.value))

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,12 +32,20 @@ def workers() -> set[int]:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
+    with begun() as collector:
+        yield collector, collector.state_dict()
+
+
+@contextmanager
+def begun() -> Iterator[AsyncCollector]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "set_num_threads", torch._C.set_num_threads)  # vLLM in this process takes it away
-        yield from begun()
+        collector = begin()
+        yield collector
+        collector.shutdown(raise_on_error=False)
 
 
-def begun() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
+def begin() -> AsyncCollector:
     THREADS.append(torch.get_num_threads())
     before = workers()
     collector = AsyncCollector(
@@ -55,8 +64,7 @@ def begun() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
     )
     THREADS.append(torch.get_num_threads())
     [PIDS["frames"]] = workers() - before
-    yield collector, collector.state_dict()
-    collector.shutdown(raise_on_error=False)
+    return collector
 
 
 @pytest.fixture
@@ -172,6 +180,12 @@ def test_weights_may_follow_each_batch(frames: AsyncCollector) -> None:
 
 @pytest.fixture(scope="module")
 def talks() -> Iterator[AsyncCollector]:
+    with talking() as collector:
+        yield collector
+
+
+@contextmanager
+def talking() -> Iterator[AsyncCollector]:
     def with_child() -> Any:
         import subprocess
 
@@ -217,9 +231,18 @@ def test_a_language_policy_takes_weights_and_versions(talks: AsyncCollector) -> 
 # The end
 
 
-def test_a_death_is_named_wakes_who_waits_and_leaves_nothing(talks: AsyncCollector) -> None:
-    pid = PIDS["talks"]
-    [child] = [process.pid for process, command in children().items() if command == "sleep 1000"]
+def test_a_death_is_named_wakes_who_waits_and_leaves_nothing() -> None:
+    before = asleep()
+    with talking() as talks:
+        [child] = asleep() - before
+        check_death(talks, PIDS["talks"], child)
+
+
+def asleep() -> set[int]:
+    return {process.pid for process, command in children().items() if command == "sleep 1000"}
+
+
+def check_death(talks: AsyncCollector, pid: int, child: int) -> None:
     killing = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
     killing.start()
     with pytest.raises(PolicyError, match="SIGKILL"):
@@ -234,17 +257,21 @@ def test_a_death_is_named_wakes_who_waits_and_leaves_nothing(talks: AsyncCollect
     talks.shutdown()  # the loss was raised already
 
 
-def test_what_takes_too_long_is_named_and_ended_by_force(
-    frames: AsyncCollector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_too_long_is_named_and_ended_by_force() -> None:
+    threads = torch.get_num_threads()
+    with begun() as frames:
+        check_force(frames, threads)
+
+
+def check_force(frames: AsyncCollector, threads: int) -> None:
     frames.set_seed(99)
-    monkeypatch.setattr(frames._workers, "wait_seconds", 0.1)
+    frames._workers.wait_seconds = 0.1
     with pytest.raises(PolicyError, match=r"0 s .*batch"):
         frames.next()
     with pytest.raises(PolicyError, match=r"0 s .*finish"):
         frames.shutdown(timeout=0.1)
     assert is_gone(PIDS["frames"])
-    assert torch.get_num_threads() == THREADS[0]  # as it was
+    assert torch.get_num_threads() == threads  # as it was
     assert not frames.is_initialized()
     with pytest.raises(RuntimeError, match="shut down"):
         frames.next()

@@ -295,13 +295,13 @@ def two_players() -> Iterator[tuple[GRPOParts, Ranks]]:
     assert isinstance(parts.policy, RemotePolicy)
     players = parts.policy.players
     wait_for(lambda: len(players.ready) == 2)
-    parts.collector.update_policy_weights_(parts.model)
     yield parts, ranks
     parts.opened.close()
 
 
 def test_every_player_has_all_weights_after_a_push(two_players: tuple[GRPOParts, Ranks]) -> None:
     parts, ranks = two_players
+    parts.collector.update_policy_weights_(parts.model)
     gate = gate_of(parts, ranks)
     gate.begin()
     told = parts.policy.weight_sums()

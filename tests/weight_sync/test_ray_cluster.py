@@ -36,15 +36,16 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def workers(cluster: Any) -> dict[int, Actor]:
+    return {number: worker(cluster, number) for number in (0, 1)}
+
+
+def worker(cluster: Any, number: int) -> Actor:
     from rlpost.envs import GymEnv
 
-    def worker(number: int) -> Actor:
-        make = Collector.as_remote({"num_cpus": 0.5}).remote
-        options = {"frames_per_batch": 4, "track_policy_version": True}
-        handle = make(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), **options)
-        return Actor(cluster, handle, f"worker {number}")
-
-    return {number: worker(number) for number in (0, 1)}
+    make = Collector.as_remote({"num_cpus": 0.5}).remote
+    options = {"frames_per_batch": 4, "track_policy_version": True}
+    handle = make(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), **options)
+    return Actor(cluster, handle, f"worker {number}")
 
 
 def end(cluster: Any, actor: Any) -> None:
@@ -99,6 +100,7 @@ def test_workers_of_another_host_share_one_copy_that_goes_away(
 
 
 def test_workers_that_fail_are_named_and_others_have_the_weights(cluster: Any, workers: dict[int, Actor]) -> None:
+    workers = {0: workers[0], 1: worker(cluster, 1)}
     sender, policy = WeightSender(version=20), torch.nn.Linear(3, 1)
     with pytest.raises(WorkersFailed, match="2 of 2 workers"):
         sender.send({"policy": torch.nn.Linear(2, 1)}, workers)
