@@ -31,19 +31,6 @@ HELD = {
 }
 
 
-def test_imports_inside_functions_and_over_several_lines_count() -> None:
-    source = "import os\nfrom a import (\n    b,\n    c,\n)\n\ndef f():\n    import d\n    return b, c, d, os\n"
-    assert figures.import_lines(source) == 1 + 4 + 1
-    assert set(figures.imports(source)) == {"os", "a.b", "a.c", "d"}
-
-
-def test_errors_are_raises_and_calls_of_functions_that_only_raise() -> None:
-    helper = "def refuse(key):\n    words = f'no {key}'\n    raise ValueError(words)\n"
-    checked = "def f(x):\n    if x:\n        refuse(x)\n    if x is None:\n        raise KeyError\n    return x\n"
-    may_raise = "def g(x):\n    if x:\n        return f(x)\n    raise KeyError\n\ng(f(1))\n"
-    assert figures.errors({"a.py": helper, "b.py": checked + may_raise}) == 1 + 2 + 1
-
-
 def test_rooms_floors_and_circles_are_read_from_all_imports() -> None:
     files = {
         "errors.py": "",
@@ -121,11 +108,6 @@ def test_the_hooks_are_the_methods_of_the_parts() -> None:
         "class Parts:\n    @property\n    def policy(self): ...\n    def measure(self): ...\n    def state(self): ...\n"
     )
     assert figures.hooks(source) == ["measure", "state"]
-
-
-def test_a_circle_of_files_in_one_room_is_found() -> None:
-    files = {"model/a.py": "from rlpost.model.b import f", "model/b.py": "def f():\n    from rlpost.model import a"}
-    assert figures.floors_and_circles(figures.file_imports(files))[1] == [["model/a.py", "model/b.py"]]
 
 
 def test_the_package_and_what_a_training_passes_through_have_not_grown() -> None:

@@ -35,9 +35,8 @@ class Refused(ToolError):
     def __init__(self, kind: str, error: Mapping[str, Any]) -> None:
         self.code = str(error.get("code"))
         self.sessions = error.get("max_sessions")  # that the server has at most
-        found = error.get("errors")
-        faults = found if isinstance(found, list) else []
-        self.faults = [each for each in faults if isinstance(each, dict) and isinstance(each.get("loc"), list)]
+        found = error.get("errors") or ()
+        self.faults = [each for each in found if isinstance(each, dict) and isinstance(each.get("loc"), list)]
         why = "; ".join(map(fault_text, self.faults)) or error.get("message")
         super().__init__(f"{kind} failed: {why} ({self.code})")
 

@@ -22,7 +22,7 @@ from tests.collectors.talk import make as make_llm
 from tests.collectors.talk import scripted, talk, told
 
 WEIGHTS = {"scale": torch.tensor(3.0)}
-THREADS: list[int] = []  # of torch, here, before there is a collector and with it
+THREADS: list[int] = []  # of torch, here, where there is a collector
 PIDS: dict[str, int] = {}  # of the collectors' processes
 
 
@@ -46,7 +46,6 @@ def begun() -> Iterator[AsyncCollector]:
 
 
 def begin() -> AsyncCollector:
-    THREADS.append(torch.get_num_threads())
     before = workers()
     collector = AsyncCollector(
         lambda lengths: Moody(lengths=lengths),
@@ -95,7 +94,7 @@ def test_batches_are_those_that_the_collector_gives_here(frames: AsyncCollector)
         assert {"threads", "seen_in", *same.keys(include_nested=True)} == set(batch.keys(include_nested=True))
         assert all((value == batch[key]).all() for key, value in same.items(include_nested=True, leaves_only=True))
         assert batch["threads"].reshape(-1, 2).unique(dim=0).tolist() == [[3, 3]]  # there
-        assert THREADS[1] == 2  # here
+        assert THREADS[0] == 2  # here
         assert batch["seen_in"].unique().tolist() == [os.getpid()]  # by the postproc
         assert batch.device == torch.device("cpu")
     assert (frames.next(), list(frames), frames.wants_more) == (None, [], False)
@@ -234,44 +233,36 @@ def test_a_language_policy_takes_weights_and_versions(talks: AsyncCollector) -> 
 def test_a_death_is_named_wakes_who_waits_and_leaves_nothing() -> None:
     before = asleep()
     with talking() as talks:
-        [child] = asleep() - before
-        check_death(talks, PIDS["talks"], child)
+        [child], pid = asleep() - before, PIDS["talks"]
+        killing = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
+        killing.start()
+        with pytest.raises(PolicyError, match="SIGKILL"):
+            for _ in talks:
+                pass
+        killing.join()
+        assert (is_gone(child), is_gone(pid)) == (True, True)
+        for use in (talks.next, talks.state_dict, lambda: talks.update_policy_weights_({"any": torch.ones(1)})):
+            with pytest.raises(PolicyError, match="SIGKILL"):
+                use()
+        assert not talks.is_initialized()
+        talks.shutdown()  # the loss was raised already
 
 
 def asleep() -> set[int]:
     return {process.pid for process, command in children().items() if command == "sleep 1000"}
 
 
-def check_death(talks: AsyncCollector, pid: int, child: int) -> None:
-    killing = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
-    killing.start()
-    with pytest.raises(PolicyError, match="SIGKILL"):
-        for _ in talks:
-            pass
-    killing.join()
-    assert (is_gone(child), is_gone(pid)) == (True, True)
-    for use in (talks.next, talks.state_dict, lambda: talks.update_policy_weights_({"any": torch.ones(1)})):
-        with pytest.raises(PolicyError, match="SIGKILL"):
-            use()
-    assert not talks.is_initialized()
-    talks.shutdown()  # the loss was raised already
-
-
 def test_what_takes_too_long_is_named_and_ended_by_force() -> None:
     threads = torch.get_num_threads()
     with begun() as frames:
-        check_force(frames, threads)
-
-
-def check_force(frames: AsyncCollector, threads: int) -> None:
-    frames.set_seed(99)
-    frames._workers.wait_seconds = 0.1
-    with pytest.raises(PolicyError, match=r"0 s .*batch"):
-        frames.next()
-    with pytest.raises(PolicyError, match=r"0 s .*finish"):
-        frames.shutdown(timeout=0.1)
-    assert is_gone(PIDS["frames"])
-    assert torch.get_num_threads() == threads  # as it was
-    assert not frames.is_initialized()
-    with pytest.raises(RuntimeError, match="shut down"):
-        frames.next()
+        frames.set_seed(99)
+        frames._workers.wait_seconds = 0.1
+        with pytest.raises(PolicyError, match=r"0 s .*batch"):
+            frames.next()
+        with pytest.raises(PolicyError, match=r"0 s .*finish"):
+            frames.shutdown(timeout=0.1)
+        assert is_gone(PIDS["frames"])
+        assert torch.get_num_threads() == threads  # as it was
+        assert not frames.is_initialized()
+        with pytest.raises(RuntimeError, match="shut down"):
+            frames.next()

@@ -33,10 +33,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(words: list[str]) -> Run:
-    def run(folder: Path, *more: str, resume: str | None = None) -> int:
-        return train_in(TRAIN_EXPERT_ITERATION, folder, [*words, *more], resume)
-
-    return run
+    return lambda folder, *more, resume=None: train_in(TRAIN_EXPERT_ITERATION, folder, [*words, *more], resume)
 
 
 def test_reward_rises(run: Run, tmp_path: Path) -> None:

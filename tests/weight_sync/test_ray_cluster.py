@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,9 +43,8 @@ def workers(cluster: Any) -> dict[int, Actor]:
 def worker(cluster: Any, number: int) -> Actor:
     from rlpost.envs import GymEnv
 
-    make = Collector.as_remote({"num_cpus": 0.5}).remote
-    options = {"frames_per_batch": 4, "track_policy_version": True}
-    handle = make(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), **options)
+    make = partial(Collector.as_remote({"num_cpus": 0.5}).remote, frames_per_batch=4, track_policy_version=True)
+    handle = make(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1))
     return Actor(cluster, handle, f"worker {number}")
 
 
