@@ -281,7 +281,7 @@ def try_all(folder: Path, faults: Sequence[Fault], jobs: int, arguments: Sequenc
             tests = [test for test in ran_by[str(number)] if (copy / test).exists()]
             if not tests or pytest(copy, ["-x", *tests, *arguments], log, SECONDS) in (0, 5):
                 return None
-            failed = re.search(r"^(?:FAILED|ERROR) ([^:\n]+)", log.read_text(), re.MULTILINE)
+            failed = re.search(r"^(?:FAILED|ERROR) (tests/[^:\n]+)", log.read_text(), re.MULTILINE)
             return failed[1] if failed else "the run did not end well"
         finally:
             path.write_text(good)
