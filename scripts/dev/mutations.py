@@ -278,7 +278,7 @@ def try_all(folder: Path, faults: Sequence[Fault], jobs: int, arguments: Sequenc
         path.write_text(changed(good, fault))
         try:
             log = folder / f"try{number}.log"
-            tests = [test for test in ran_by[str(number)] if (copy / test).exists()]
+            tests = [test for test in ran_by[str(number)] if test and (copy / test).exists()]
             if not tests or pytest(copy, ["-x", *tests, *arguments], log, SECONDS) in (0, 5):
                 return None
             failed = re.search(r"^(?:FAILED|ERROR) (tests/[^:\n]+)", log.read_text(), re.MULTILINE)
