@@ -304,7 +304,7 @@ def _compose_files(
 def _composed(
     command: Command[Any], groups: tuple[str, ...], chosen: tuple[tuple[str, str], ...], *_: Any
 ) -> tuple[DictConfig, dict[str, str]]:
-    """See `_compose_files`; the others are what Hydra's result depends on, too: options and the texts of files."""
+    """See `_compose_files`. The last two arguments are part of the cache's key alone: Hydra reads them itself."""
     try:
         with files_of_conf(command, dict(chosen)) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)

@@ -42,7 +42,7 @@ class Refused(ToolError):
 
 
 def fault_text(fault: Mapping[str, Any]) -> str:
-    """A finding of pydantic: the field, if it is one's, and what is wrong with it."""
+    """A finding of pydantic, after the name of the field; a fault of the whole frame has none."""
     return ": ".join(filter(None, (".".join(map(str, fault["loc"])), str(fault.get("msg")))))
 
 

@@ -158,7 +158,7 @@ def check_step(run: Path, step: int | None, *, sampled: bool) -> int:
     lost = sampled and step not in rollout_steps(run)
     why = "its completions are not kept" if lost else f"no checkpoint of step {(step or 0) - 1} is kept"
     raise ConfigError(
-        f"step {step} cannot be replayed: {why}; these can be: {shown}: rlpost runs replay {run} --step {near}"
+        f"step {step} cannot be replayed: {why}; these can be: {shown}; rlpost runs replay {run} --step {near}"
     )
 
 
