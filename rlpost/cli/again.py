@@ -17,9 +17,10 @@ from rlpost.catalog import TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_
 from rlpost.cli.completion import complete_replayed, complete_run
 from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.cli.run_folder import choose_folder, recorded_settings
-from rlpost.cli.terminal import DIM, StatusLine, fitted_table, painted, paragraph, print_json, stdout_on_stderr
+from rlpost.cli.terminal import DIM, StatusLine, painted, paragraph, print_json, stdout_on_stderr
 from rlpost.cli.train import Name, Out, Plain, load_training
 from rlpost.cli.usage import App, AsJson
+from rlpost.cli.views import table
 from rlpost.errors import ConfigError
 from rlpost.record import CODE, DATA, PRECISION
 from rlpost.runs.reader import RunRecord, code_of, command_of, find_run, read_run, verb_of
@@ -247,7 +248,7 @@ def replay_lines(folder: Path, replayed: Replay, words: Sequence[str]) -> list[s
     named = [name for name in names if any(side.get(name) is not None for side in (was, other))]
     rows = [["", "as it was", *([title] if other else [])]]
     rows += [[name, *(_figure(side.get(name)) for side in ((was, other) if other else (was,)))] for name in named]
-    lines += ["", *fitted_table(rows, WIDTH, right=(1, 2), cuttable=(2,) if other else ())]
+    lines += ["", *table(rows, WIDTH, right=(1, 2), cuttable=(2,) if other else ())]
     if other:
         lines += ["", *_gradient_lines(replayed), *_token_lines(replayed)]
     return [printable(line) for line in lines]
@@ -295,7 +296,7 @@ def _token_lines(replayed: Replay) -> list[str]:
         text = one_line(repr(token.text)[1:-1], 14)
         weights = [f"{value:+.3g}" for value in (token.was, token.becomes)]
         rows.append([one_line(token.completion, 30), str(token.place), text, f"{token.probability:.3f}", *weights])
-    return ["", *paragraph(heading, WIDTH), *fitted_table(rows, WIDTH, right=(1, 3, 4, 5), cuttable=(0, 2))]
+    return ["", *paragraph(heading, WIDTH), *table(rows, WIDTH, right=(1, 3, 4, 5), cuttable=(0, 2))]
 
 
 def _figure(value: float | None) -> str:
@@ -374,7 +375,7 @@ def _apart_lines(figures: Sequence[Apart]) -> list[str]:
         [each.name, f"{_exact(each.was)} -> {_exact(each.now)}", f"step {each.step}"] for each in figures[:MOST_FIGURES]
     ]
     more = len(figures) - MOST_FIGURES
-    lines = [f"  {line}" for line in fitted_table(rows, WIDTH - 2, cuttable=(0,))]
+    lines = [f"  {line}" for line in table(rows, WIDTH - 2, cuttable=(0,))]
     return [*lines, *([f"  and {counted(more, 'figure')} more, which --json lists"] if more > 0 else [])]
 
 

@@ -15,7 +15,8 @@ import typer
 
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_model
-from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, saying_stopped, stdout_on_stderr, table
+from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, saying_stopped, stdout_on_stderr
+from rlpost.cli.views import table
 from rlpost.config.paths import RUNS, is_run_folder, resolve_model_path
 from rlpost.config.schema import options
 from rlpost.errors import ConfigError, DataError
@@ -214,9 +215,7 @@ def command(chat: Chat, line: str) -> bool:
     if word == "/quit":
         return False
     if word == "/help":
-        answer = "\n".join(
-            table([(f"{name} {text}".rstrip(), meaning) for name, (text, meaning) in COMMANDS.items()], "")
-        )
+        answer = "\n".join(table([(f"{name} {text}".rstrip(), meaning) for name, (text, meaning) in COMMANDS.items()]))
         answer += f"\nsystem prompt: {printable(chat.system)}" if chat.system else "\nno system prompt is set"
     elif word == "/reset":
         chat.reset()

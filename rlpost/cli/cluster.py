@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rlpost.cli.terminal import fitted_table, output_width, print_json
+from rlpost.cli.terminal import output_width, print_json
 from rlpost.cli.usage import App
+from rlpost.cli.views import table
 from rlpost.errors import PolicyError
 
 CHECK_EXAMPLES = """\
@@ -66,4 +67,4 @@ def _print_nodes(nodes: list[Any], megabytes: int) -> None:
         memory = f"{node.memory / 1e9:.1f} GB"
         figures = [f"{node.cpus:g}", f"{node.gpus:g}", memory, read]
         rows.append([node.name, node.address, state, *figures, ", ".join(node.devices) or "-"])
-    print("\n".join(fitted_table(rows, output_width(0) or None, right=[3, 4, 5, 6], cuttable=[0, 7])))
+    print("\n".join(table(rows, output_width(0) or None, right=[3, 4, 5, 6], cuttable=[0, 7])))

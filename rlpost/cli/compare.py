@@ -18,8 +18,9 @@ import typer
 from rlpost.catalog import CHOICES
 from rlpost.cli.completion import complete_run_or_sweep
 from rlpost.cli.runs import app, candidate_lines, progress, summary
-from rlpost.cli.terminal import BOLD, DIM, fitted_table, output_width, painted, print_json, takes_colour
+from rlpost.cli.terminal import BOLD, DIM, output_width, painted, print_json, takes_colour
 from rlpost.cli.usage import AsJson
+from rlpost.cli.views import table
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded, replaced
@@ -198,9 +199,9 @@ def compare_lines(
         if sum(len(points(record, key)) > 1 for record in records) > 1:
             lines += [*chart(records, key, min(output_width(), WIDEST_CHART)), ""]
     figures = _figures(records, names)
-    for table, right in [(figures, range(3, 8)), *((table, (4,)) for table in _held_out(records, names))]:
-        heading, *rows = fitted_table(table, width, right=right, cuttable=(1,))
-        late = [painted(MEANS_LATE, DIM, sys.stdout)] if table is figures else []
+    for shown, right in [(figures, range(3, 8)), *((each, (4,)) for each in _held_out(records, names))]:
+        heading, *rows = table(shown, width, right=right, cuttable=(1,))
+        late = [painted(MEANS_LATE, DIM, sys.stdout)] if shown is figures else []
         lines += [painted(heading, DIM, sys.stdout), *rows, *late, ""]
     for name, found in sweeps.items():
         lines += [painted(f"sweep {printable(name)}", DIM, sys.stdout), *candidate_lines(found, width), ""]
@@ -407,9 +408,7 @@ def _settings(records: Sequence[RunRecord], width: int | None) -> list[str]:
         for letter, value in zip(ascii_uppercase, values, strict=False):
             letters[value] = letters.get(value, "") + letter
         rows.append((printable(key), printable("  ".join(f"{who}={value}" for value, who in letters.items()))))
-    lines = (
-        [painted("settings that differ", DIM, sys.stdout), *fitted_table(rows, width, cuttable=(1,))] if rows else []
-    )
+    lines = [painted("settings that differ", DIM, sys.stdout), *table(rows, width, cuttable=(1,))] if rows else []
     some = f"{counted(only_some, 'setting')} only some of the runs have: rlpost config diff RUN RUN lists them"
     return [*(lines or ["no setting differs"]), *([some] if only_some else [])]
 

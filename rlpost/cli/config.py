@@ -12,8 +12,9 @@ import typer
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.cli.completion import complete_explain, complete_group, complete_side
 from rlpost.cli.plan import resolved
-from rlpost.cli.terminal import print_json, print_lines, table
+from rlpost.cli.terminal import print_json, print_lines
 from rlpost.cli.usage import App, AsJson, Words
+from rlpost.cli.views import table
 from rlpost.config.comments import describe, description
 from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.schema import as_text, commands_of, flat, groups_of, options, recipes, verb_and_rest
@@ -85,7 +86,7 @@ def explain(
         if as_json:
             print_json(found)
         else:
-            print_lines(table([(row["key"], row["meaning"]) for row in found], indent=""))
+            print_lines(table([(row["key"], row["meaning"]) for row in found]))
         return
     meaning = explained(name, command if rest and "=" not in rest[0] else None, overrides)
     if as_json:
@@ -151,7 +152,7 @@ def list_options(
         return
     for name, described in listed.items():
         print(f"{name}=")
-        print_lines(table(list(described.items())))
+        print_lines(table(list(described.items()), indent=2))
 
 
 @app.command("show", examples=SHOW_EXAMPLES, short_help="Print a resolved configuration as YAML.")
@@ -181,19 +182,27 @@ def lines_of(meaning: Mapping[str, Any]) -> list[str]:
     value = meaning["text" if is_key else "chosen"]
     set_by = meaning["set_by"] or ("nobody yet: it needs a value" if is_key else None)
     named = {"type": meaning.get("type"), "meaning": meaning["meaning"], "set by": set_by, "of": meaning.get("of")}
-    lines = [name if value is None else f"{name}={value}", "", *table([row for row in named.items() if row[1]])]
+    lines = [
+        name if value is None else f"{name}={value}",
+        "",
+        *table([row for row in named.items() if row[1]], indent=2),
+    ]
     if options := meaning.get("options"):
         lines += [
             "",
             "options:",
-            *table([("*" if each == value else " ", each, text) for each, text in options.items()]),
+            *table([("*" if each == value else " ", each, text) for each, text in options.items()], indent=2),
         ]
     if len(layers := meaning["layers"]) > 1:
         unused = " (of another option: without effect)"
         rows = [(layer["text"], layer["where"] + ("" if layer["effective"] else unused)) for layer in layers]
-        lines += ["", "set by (the last one counts):", *table(rows)]
+        lines += ["", "set by (the last one counts):", *table(rows, indent=2)]
     if papers := meaning.get("papers"):
-        lines += ["", "values in papers:", *table([(p["value"], f"{p['paper']}, {p['where']}") for p in papers])]
+        lines += [
+            "",
+            "values in papers:",
+            *table([(p["value"], f"{p['paper']}, {p['where']}") for p in papers], indent=2),
+        ]
     if is_key:
         return [*lines, "", f"as in {meaning['command']}"]
     return [*lines, "", "settings:", *key_table(meaning["keys"]), "", f"a group of {meaning['command']}"]
@@ -201,7 +210,7 @@ def lines_of(meaning: Mapping[str, Any]) -> list[str]:
 
 def key_table(keys: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys with their values and meanings; an empty line before each group of them."""
-    rows = table([(f"{k['key']}={k['text']}", k["meaning"]) for k in keys])
+    rows = table([(f"{k['key']}={k['text']}", k["meaning"]) for k in keys], indent=2)
     parts = [k["key"].rpartition(".")[0] for k in keys]
     begins = [i > 0 and part != parts[i - 1] for i, part in enumerate(parts)]
     return [line for begin, row in zip(begins, rows, strict=True) for line in (["", row] if begin else [row])]
@@ -235,8 +244,8 @@ def difference_lines(found: Mapping[str, Any]) -> list[str]:
         [(key, *(as_text(pair[side]) if side in pair else "-" for side in "ab")) for key, pair in found[kind].items()]
         for kind in ("settings", "environment")
     )
-    lines = table([("", found["a"], found["b"]), *settings], indent="") if settings else ["no setting differs"]
-    return [*lines, "", "versions and machine", *table(machine, indent="")] if machine else lines
+    lines = table([("", found["a"], found["b"]), *settings]) if settings else ["no setting differs"]
+    return [*lines, "", "versions and machine", *table(machine)] if machine else lines
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

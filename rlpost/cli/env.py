@@ -22,8 +22,9 @@ import typer
 import rlpost
 from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.cli.completion import complete_env, complete_env_settings
-from rlpost.cli.terminal import output_width, paragraph, print_json, print_lines, stdout_on_stderr, table
+from rlpost.cli.terminal import output_width, paragraph, print_json, print_lines, stdout_on_stderr
 from rlpost.cli.usage import App, AsJson
+from rlpost.cli.views import table
 from rlpost.config.comments import describe, docs_of
 from rlpost.config.schema import as_text, options
 from rlpost.errors import ConfigError, DataError
@@ -66,7 +67,7 @@ def list_envs(words: Plugins = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json([{"name": name, "description": about} for name, about in rows])
     else:
-        print_lines(table(rows, indent=""))
+        print_lines(table(rows))
 
 
 @app.command("show", examples=SHOW_EXAMPLES)
@@ -223,11 +224,11 @@ def env_to_test(name: str, overrides: list[str]) -> tuple[EnvSettings, tuple[str
 def key_lines(rows: Sequence[tuple[str, str, str]], meanings: Sequence[str]) -> list[str]:
     """Key, type and default as columns, with the meaning beside them, or below them on a narrow screen."""
     header = ("key", "type", "default")
-    wide = table([(*header, ""), *((*row, meaning) for row, meaning in zip(rows, meanings, strict=True))])
+    wide = table([(*header, ""), *((*row, meaning) for row, meaning in zip(rows, meanings, strict=True))], indent=2)
     width = output_width(0)
     if not width or max(map(width_of, wide)) <= width:
         return wide
-    first, *narrow = table([header, *rows])
+    first, *narrow = table([header, *rows], indent=2)
     lines = [first]
     for line, meaning in zip(narrow, meanings, strict=True):
         lines += [line, *(f"      {part}" for part in paragraph(meaning, width - 6))]

@@ -27,7 +27,6 @@ from rlpost.cli.terminal import (
     BOLD,
     DIM,
     StatusLine,
-    fitted_table,
     output_width,
     painted,
     paragraph,
@@ -36,6 +35,7 @@ from rlpost.cli.terminal import (
     stdout_on_stderr,
 )
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
+from rlpost.cli.views import table
 from rlpost.config.paths import (
     EVALS,
     RESULT,
@@ -271,7 +271,7 @@ def list_lines(found: Sequence[tuple[str, dict[str, Any], float]]) -> list[str]:
         )
         cells = (name, slug(record["model"]), record["choices"]["env"], f"{title:<8} {figure}")
         rows.append((*map(printable, cells), str(figure.prompts), age(when)))
-    heading, *lines = fitted_table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0))
+    heading, *lines = table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0))
     return [painted(heading, DIM, sys.stdout), *lines]
 
 

@@ -7,8 +7,9 @@ import os
 import platform
 
 from rlpost import __version__
-from rlpost.cli.terminal import print_json, table
+from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import AsJson
+from rlpost.cli.views import table
 from rlpost.config.paths import cache_folder
 from rlpost.estimate.machine import cores, disk
 from rlpost.files import memory_folder
@@ -48,7 +49,7 @@ def info(as_json: AsJson = False) -> None:
         ("shared", f"{memory_folder()} has {shared.free / GIB:.1f} GiB free" if shared else "unknown"),
         ("cache", str(cache_folder())),
     ]
-    print("\n".join(table(rows, indent="")))
+    print("\n".join(table(rows)))
 
 
 def _devices_and_precision() -> tuple[list[str], dict[str, str] | None]:

@@ -16,8 +16,9 @@ import typer
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_env
 from rlpost.cli.env import tell_starter, write_starter
-from rlpost.cli.terminal import GREEN, RED, YELLOW, painted, print_json, print_lines, table
+from rlpost.cli.terminal import GREEN, RED, YELLOW, painted, print_json, print_lines
 from rlpost.cli.usage import App, AsJson
+from rlpost.cli.views import table
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings, OwnRowsSettings
 from rlpost.text import counted, printable
@@ -53,7 +54,7 @@ def list_rewards(as_json: AsJson = False) -> None:
         print_json([{"name": n, "accuracy": accuracy, "description": doc} for n, accuracy, doc in rewards])
         return
     rows = [(name, "reward, accuracy" if accuracy else "reward", doc) for name, accuracy, doc in rewards]
-    print_lines(table([("name", "gives", ""), *rows], indent=""))
+    print_lines(table([("name", "gives", ""), *rows]))
     print("\nthe answer is the column env.answer_column; for a reward of your own: rlpost reward new NAME")
 
 

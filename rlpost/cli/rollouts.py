@@ -16,8 +16,9 @@ import typer
 
 from rlpost.cli.completion import complete_run
 from rlpost.cli.runs import NewestRun
-from rlpost.cli.terminal import BOLD, DIM, fitted_table, output_width, painted, paragraph, print_json
+from rlpost.cli.terminal import BOLD, DIM, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App, AsJson
+from rlpost.cli.views import table
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.record import one_of_each_first
@@ -346,11 +347,11 @@ def _group_table(groups: Sequence[Sequence[Row]]) -> list[str]:
 
 def _with_texts(rows: Sequence[Sequence[str]], right: range, title: str, texts: Sequence[str]) -> list[str]:
     """The lines of a table, its heading dim, with a last column of `texts` that are cut to the room left."""
-    table = fitted_table(rows, None, right=right)
-    used = max(map(width_of, table))
+    lines = table(rows, right=right)
+    used = max(map(width_of, lines))
     width = max(NARROWEST_PROMPT, output_width() - used - 2)
     cells = [title, *(one_line(text, width, counted=True) for text in texts)]
-    heading, *lines = [f"{line:<{used}}  {cell}" for line, cell in zip(table, cells, strict=True)]
+    heading, *lines = [f"{line:<{used}}  {cell}" for line, cell in zip(lines, cells, strict=True)]
     return [painted(heading, DIM, sys.stdout), *lines]
 
 

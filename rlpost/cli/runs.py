@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.cli.completion import complete_run, complete_run_or_sweep
-from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, fitted_table, output_width, painted, paragraph, print_json
+from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App
+from rlpost.cli.views import table
 from rlpost.config.paths import RUNS, SWEEP_FILE, checkpoints
 from rlpost.files import bytes_of
 from rlpost.record import (
@@ -250,7 +251,7 @@ def list_lines(records: Sequence[RunRecord], folder: Path) -> list[str]:
     rows = [names, *([row[name] for name in names] for row in cells)]
     width = output_width(0) or None  # a pipe takes them whole
     right = [i for i, name in enumerate(names) if name in FIGURES]
-    heading, *lines = fitted_table(rows, width, right=right, cuttable=[names.index(name) for name in CUTTABLE])
+    heading, *lines = table(rows, width, right=right, cuttable=[names.index(name) for name in CUTTABLE])
     shown = [painted(heading, DIM, sys.stdout)]
     for record, line in zip(records, lines, strict=True):
         state = record.state.value
@@ -276,7 +277,7 @@ def candidate_lines(found: SweepResult, width: int | None) -> list[str]:
     rows = found.rows()
     widest_first = sorted(range(len(found.candidates[0].settings)), key=lambda i: -max(len(row[i]) for row in rows))
     sentences = [line for each in found.lines() for line in (paragraph(each, width) if width else [printable(each)])]
-    return [*fitted_table(rows, width, cuttable=widest_first), "", *sentences]
+    return [*table(rows, width, cuttable=widest_first), "", *sentences]
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
@@ -559,7 +560,7 @@ def _table(listed: list[Removal]) -> list[str]:
         else:
             end = "/state" if rule is Rule.state else ""
             rows += [(readable(r.bytes), rule.value, printable(f"{r.path}{end}")) for r in group]
-    return fitted_table(rows, output_width(0) or None, right=[0], cuttable=[2]) if rows else []
+    return table(rows, output_width(0) or None, right=[0], cuttable=[2]) if rows else []
 
 
 def _entry(removal: Removal, *, removed: bool) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from rlpost.catalog import Command
 from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.cli.run_folder import choose_sweep_folder
 from rlpost.cli.runs import candidate_lines
-from rlpost.cli.terminal import fitted_table, output_width, print_json
+from rlpost.cli.terminal import output_width, print_json
+from rlpost.cli.views import table
 from rlpost.config.overrides import parse_words, shown, values_of
 from rlpost.config.paths import RESULT, SAMPLES, SWEEP_FILE, is_run_folder
 from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, RlpostError
@@ -217,7 +218,7 @@ def _print_plan(planned: Sweep, options: SweepOptions) -> None:
         for number, job in enumerate(planned.jobs, start=1)
     ]
     print(f"{len(rows)} jobs of rlpost {planned.command.verb}, one after the other, in {planned.folder}")
-    print("\n".join(fitted_table(rows, output_width(200), right=[0], cuttable=[2, 3])))
+    print("\n".join(table(rows, output_width(200), right=[0], cuttable=[2, 3])))
 
 
 # Running the jobs

@@ -9,12 +9,12 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlpost.output import Pace, WaitingLine, descriptors_onto
-from rlpost.text import printable, shortened, width_of, without_passwords, wrapped
+from rlpost.text import printable, shortened, without_passwords, wrapped
 
 if TYPE_CHECKING:
     from rlpost.record import Fact
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 RED, GREEN, YELLOW = "\x1b[31m", "\x1b[32m", "\x1b[33m"
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_NARROWEST = 5  # columns of a cell that is cut, at least
 
 
 def print_error(message: str) -> None:
@@ -126,35 +125,6 @@ def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end:
     return remark + shown if keep_end else shown + remark
 
 
-def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Rows of equal length as lines with aligned columns."""
-    return [indent + line for line in fitted_table(rows, None)]
-
-
-def fitted_table(
-    rows: Sequence[Sequence[str]], width: int | None, *, right: Collection[int] = (), cuttable: Sequence[int] = ()
-) -> list[str]:
-    """Rows of equal length as aligned lines of at most `width` columns.
-
-    Columns of `right` are right-aligned. If the table is too wide, the gaps are narrowed first,
-    then the columns of `cuttable` are cut, in this order.
-    """
-    widths = [max(width_of(cell) for cell in column) for column in zip(*rows, strict=True)]
-    gap = 2
-    if width is not None:
-        if sum(widths) + gap * (len(widths) - 1) > width:
-            gap = 1
-        for column in cuttable:
-            excess = sum(widths) + gap * (len(widths) - 1) - width
-            widths[column] -= min(max(0, excess), max(0, widths[column] - _NARROWEST))
-    return [
-        (" " * gap)
-        .join(_padded(cell, w, i in right) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        .rstrip()
-        for row in rows
-    ]
-
-
 def curve(values: Sequence[float], width: int) -> str:
     """The course of `values` as at most `width` blocks, from the least value to the greatest."""
     points = [sum(part) / len(part) for part in _parts([v for v in values if math.isfinite(v)], width)]
@@ -168,9 +138,3 @@ def _parts(values: Sequence[float], count: int) -> list[Sequence[float]]:
     count = min(count, len(values))
     edges = [i * len(values) // count for i in range(count + 1)] if count else []
     return [values[a:b] for a, b in pairwise(edges)]
-
-
-def _padded(cell: str, width: int, right: bool) -> str:
-    cell = shortened(cell, width)
-    padding = " " * (width - width_of(cell))
-    return padding + cell if right else cell + padding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from rlpost.cli.terminal import fitted_table, paragraph, table
+from rlpost.cli.terminal import paragraph
 
 
 def test_a_paragraph_breaks_between_words_and_keeps_its_lines() -> None:
@@ -22,17 +22,6 @@ def test_a_long_paragraph_is_cut_with_a_count() -> None:
     cut = paragraph(text, 10, 2, keep_end=True)
     assert (cut[0].split()[:2], cut[1:]) == (["…", "7"], ["cccc", "ddddd"])
     assert paragraph(text, 10, 3) == ["aa", "bbb", "cccc", "ddddd"]  # the count would take the fourth line as well
-
-
-def test_a_table_aligns_narrows_its_gaps_and_then_cuts() -> None:
-    rows = [("name", "n"), ("abcdefgh", "10")]
-    assert fitted_table(rows, None, right=[1]) == ["name       n", "abcdefgh  10"]
-    assert fitted_table(rows, 11, right=[1]) == ["name      n", "abcdefgh 10"]
-    assert fitted_table(rows, 9, right=[1], cuttable=[0]) == ["name    n", "abcde… 10"]
-
-
-def test_columns_are_aligned() -> None:
-    assert table([("a", "bb", "c"), ("ddd", "e", "")]) == ["  a    bb  c", "  ddd  e"]
 
 
 def test_everything_goes_to_stderr_meanwhile_even_a_subprocess() -> None:
