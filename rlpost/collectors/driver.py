@@ -21,7 +21,6 @@ from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import PolicyError
 from rlpost.policies.remote import LOOK_SECONDS, RemotePolicy, Seat
-from rlpost.remote.process import RemoteObject
 from rlpost.weight_sync.base import WeightSource
 from rlpost.weight_sync.folder import FolderUpdater
 
@@ -261,7 +260,7 @@ class GroupDriver:
             begun.setdefault(each.seat, []).append(each.ticket)
             self._counts["issued"] += 1
         for number, tickets in begun.items():
-            self._worker(number).submit("play", tickets)
+            self.policy.players.seats[number].process.submit("play", tickets)
 
     def _next(self, *, may_be_suspect: bool) -> Issued:
         """The ticket to begin next: one that was begun before, or else a draw."""
@@ -271,11 +270,6 @@ class GroupDriver:
                 return each
         [ticket] = self.env.tickets(self.env.repeats)
         return Issued(ticket, 0)
-
-    def _worker(self, seat: int) -> RemoteObject:
-        worker = self.policy.players.seats[seat].worker
-        assert worker is not None
-        return worker
 
     def _too_old(self, each: Issued, version: int) -> bool:
         return each.begun_under < version - self.max_policy_lag
@@ -295,7 +289,7 @@ class GroupDriver:
             self._again.append(each)
         self._counts["cancelled"] += len(old) + len(late)
         for seat, groups in theirs.items():
-            self._worker(seat).submit("cancel", groups)
+            self.policy.players.seats[seat].process.submit("cancel", groups)
 
     # Events of players, in the threads that listen to them
 
@@ -343,7 +337,7 @@ class GroupDriver:
         if not self._has(seat, group):
             return
         if isinstance(error, PolicyError):  # all that the engine had is played by another
-            self._worker(seat.number).kill(f"was stopped, since {error}")
+            seat.process.kill(f"was stopped, since {error}")
             return
         self._counts["failed"] += 1
         del self._running[group]

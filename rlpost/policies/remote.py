@@ -19,7 +19,7 @@ from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.errors import PolicyError
 from rlpost.model.weight_sums import EngineSums
 from rlpost.policies.base import Policy, Request
-from rlpost.remote.process import START_SECONDS, NotReady, RemoteObject
+from rlpost.remote.process import END_SECONDS, START_SECONDS, NotReady, RemoteObject
 from rlpost.settings import SamplingSettings
 
 PUSH_SECONDS = 900.0  # longest wait for a push to be loaded, and for the groups in flight if it waits for them
@@ -187,6 +187,24 @@ class Players:
             self._begin(seat, seconds)
         self.wait()
 
+    def add(self, count: int, seconds: float = START_SECONDS) -> list[Seat]:
+        """Start `count` more players, wait for all of them, and return their seats.
+
+        None of them is kept if one cannot be started; raises what building it raised, or PolicyError.
+        """
+        added = [Seat(len(self.seats) + number) for number in range(count)]
+        self.seats += added
+        for seat in added:
+            self._begin(seat, seconds)
+        with self._changed:
+            while any(seat.is_starting for seat in added):
+                self._changed.wait(LOOK_SECONDS)
+        if (error := next((seat.error for seat in added if seat.error is not None), None)) is not None:
+            self.seats = [seat for seat in self.seats if seat not in added]
+            _close([seat.worker for seat in added if seat.worker is not None])
+            raise error
+        return added
+
     def wait(self) -> list[Seat]:
         """Wait for a player that plays; returns the seats of all that do. Raises `failure` if there will be none."""
         with self._changed:
@@ -198,17 +216,13 @@ class Players:
                 self._changed.wait(LOOK_SECONDS)
         raise failure
 
-    def close(self) -> None:
-        """Close every player and end its process, even one that is still starting."""
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """Close every player within `seconds` and end its process, even one that is still starting."""
         with self._changed:
             self.is_closed = True
             workers = [seat.worker for seat in self.seats if seat.worker is not None]
             self._changed.notify_all()
-        closing = [threading.Thread(target=worker.close) for worker in workers]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+        _close(workers, seconds)
 
     def give_up(self, why: str) -> None:
         """End all players, which can no longer be reached, and replace none; whoever waits for them gets `why`."""
@@ -287,7 +301,7 @@ class Players:
 
     def _settle(self, seat: Seat, version: PolicyVersionLabel | None, error: BaseException | None) -> None:
         with self._changed:
-            seat.version, seat.is_starting = version, False
+            seat.version, seat.is_starting, seat.error = version, False, error
             self._last = error or self._last
             closed = self.is_closed
             self._changed.notify_all()
@@ -308,6 +322,15 @@ class Players:
             self._changed.notify_all()
 
 
+def _close(workers: Sequence[RemoteObject], seconds: float = END_SECONDS) -> None:
+    """Close `workers` side by side."""
+    closing = [threading.Thread(target=worker.close, args=(seconds,)) for worker in workers]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+
+
 @dataclass(eq=False)
 class Seat:
     """A place for a player: its process, and the version of its weights; None while it starts, or is gone."""
@@ -316,6 +339,13 @@ class Seat:
     worker: RemoteObject | None = None
     version: PolicyVersionLabel | None = None
     is_starting: bool = False
+    error: BaseException | None = None  # why its player could not be started
+
+    @property
+    def process(self) -> RemoteObject:
+        """The process, which was started."""
+        assert self.worker is not None
+        return self.worker
 
     @property
     def playing(self) -> RemoteObject | None:

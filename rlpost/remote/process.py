@@ -204,6 +204,8 @@ class RemoteObject(ABC):
         with self._lock:
             future = self._waiting.pop(number, None)
         if future is not None:
+            if not kind:
+                content.add_note(f"raised in {self.name}")
             with suppress(InvalidStateError):  # the caller may have cancelled it
                 future.set_result(content) if kind else future.set_exception(content)
 

@@ -19,7 +19,7 @@ from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.torchrl.collector_base import CollectorBase, postprocessed
 from rlpost.torchrl.frames import TRAJ_IDS, AsyncEnvPool, dense, mark_truncated, split_trajectories
-from rlpost.weight_sync.base import WeightSource, named_weights
+from rlpost.weight_sync.base import named_weights
 
 Device = torch.device | str | int
 TDPolicy = Callable[[TensorDictBase], TensorDictBase]
@@ -248,12 +248,16 @@ class Collector(CollectorBase):
             if self.policy_version_tracker is not None:
                 self.policy_version_tracker.increment_version()
 
-    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+    def take_up(self, folder: Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
         """See `CollectorBase.take_up`."""
         with self.pause():
-            self.update_policy_weights_(SavedWeights(weights) if isinstance(weights, Path) else weights)
-            if self.policy_version_tracker is not None:
-                self.policy_version_tracker.load_state_dict({"version": version})
+            self.update_policy_weights_(SavedWeights(folder))
+            self.set_version(version)
+
+    def set_version(self, version: PolicyVersionLabel) -> None:
+        """See `CollectorBase.set_version`."""
+        if self.policy_version_tracker is not None:
+            self.policy_version_tracker.load_state_dict({"version": version})
 
     @property
     def policy_version(self) -> PolicyVersionLabel | None:
@@ -315,9 +319,8 @@ class Collector(CollectorBase):
                 self.env.load_state_dict(state_dict["env_state_dict"])
             self._frames = state_dict.get("frames", 0)
             self._trajectories = state_dict.get("trajectories", 0)
-            version = state_dict.get("policy_version")
-            if self.policy_version_tracker is not None and version is not None:
-                self.policy_version_tracker.load_state_dict({"version": version})
+            if (version := state_dict.get("policy_version")) is not None:
+                self.set_version(version)
 
     def _on_its_device(self, policy: TDPolicy) -> TDPolicy:
         """`policy`, or a copy on `policy_device` if its weights lie elsewhere."""

@@ -1,11 +1,12 @@
 """The base of the collectors under TorchRL's names.
 
-`CollectorBase` delivers batches on demand or from a `Background` thread, and takes weights that a parent process
-sends; `WeightsCollector` adds one policy, the updater of its weights, and their version.
+`CollectorBase` delivers batches on demand or from a `Background` thread; `WeightsCollector` adds one policy, the
+updater of its weights, and their version.
 """
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 import threading
@@ -24,32 +25,28 @@ from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import PolicyError
-from rlpost.model.weights import SavedWeights, load_weights
+from rlpost.model.weights import SavedWeights
 from rlpost.policies.base import Policy
 from rlpost.torchrl.replay_buffer import ReplayBuffer
-from rlpost.weight_sync.base import (
-    MODEL_ID,
-    WeightReceiver,
-    WeightSource,
-    WeightSyncScheme,
-    WeightUpdater,
-    begin_versions,
-    check_weights,
-    default_updater,
-    named_weights,
-)
+from rlpost.weight_sync.base import WeightSource, WeightUpdater, begin_versions, check_weights, default_updater
+from rlpost.weight_sync.folder import RayWeightSyncScheme
 
 log = logging.getLogger("rlpost")
-_PART = re.compile(r"""(?:^|(?!^)\.)([A-Za-z]\w*)|\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]""")  # .name, ['key'] or [3]
+_STEP = r"""\['[^']*'\]|\["[^"]*"\]|\[-?\d+\]"""  # ['key'], ["key"] or [3]
+_PATH = re.compile(rf"[A-Za-z]\w*(?:\.[A-Za-z]\w*|{_STEP})*")
 LOOK_SECONDS = 0.05  # between two looks of the background whether it may go on
-_FILLED_BY: weakref.WeakKeyDictionary[ReplayBuffer, weakref.ref[CollectorBase]] = weakref.WeakKeyDictionary()
+MODEL_ID = "policy"  # the one model whose weights a collector takes
 WorkerIds = int | torch.device | Sequence[int | torch.device]
 
 
 class CollectorBase(ABC):
     """Plays `env` and delivers batches, or fills `replay_buffer` with them: on demand or from a thread of its own."""
 
-    receiver_schemes: Mapping[str, WeightReceiver] = {}  # by model
+    frames_per_batch: int  # or turns of conversations
+    batches_ahead: int | None = None  # batches of rows that the background collects ahead; None: without limit
+    plays_conversations = False  # whether a batch holds turns of conversations, not frames
+    worker_idx: int | None = None  # its number, from 0, among the workers of a RayCollector
+    receiver_schemes: Mapping[str, RayWeightSyncScheme] = {}  # by model
 
     def __init__(self, env: EnvBase, replay_buffer: ReplayBuffer | None, *, wait_seconds: float) -> None:
         self.env = env
@@ -57,7 +54,6 @@ class CollectorBase(ABC):
         self.wait_seconds = wait_seconds  # for a batch that is collected in the background
         self._background: Background | None = None
         self._is_shut_down = False
-        self._worker_idx: int | None = None
 
     @property
     @abstractmethod
@@ -67,20 +63,6 @@ class CollectorBase(ABC):
     def get_policy_version(self) -> PolicyVersionLabel | None:
         """`policy_version` as a method, for callers that cannot read a property."""
         return self.policy_version
-
-    @property
-    def plays_conversations(self) -> bool:
-        """Whether a batch holds turns of conversations, not frames."""
-        return False
-
-    @property
-    def worker_idx(self) -> int | None:
-        """Its number, from 0, among the workers of a RayCollector; None for any other collector."""
-        return self._worker_idx
-
-    def number_as_worker(self, number: int) -> None:
-        """Be worker `number` of a RayCollector."""
-        self._worker_idx = number
 
     def rollout(self) -> TensorDictBase:
         """One batch, collected now and returned, even with a buffer."""
@@ -106,8 +88,11 @@ class CollectorBase(ABC):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the background rests because enough rows wait to be taken."""
-        return False
+        """Whether the background rests: `batches_ahead` batches of rows wait in a buffer of groups to be taken."""
+        buffer: Any = self.replay_buffer
+        if self.batches_ahead is None or not getattr(buffer, "holds_groups", False):
+            return False
+        return buffer.num_rows >= self.batches_ahead * self.frames_per_batch
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while self.wants_more:
@@ -168,11 +153,15 @@ class CollectorBase(ABC):
     # Weights, which a parent process may send
 
     @abstractmethod
-    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
-        """Sample as `version` from now on, with `weights`: a source of them, or a folder of *.safetensors.
+    def take_up(self, folder: Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """Sample as `version` from now on, with the weights in the *.safetensors of `folder`.
 
-        With `adapter` the folder holds a peft adapter. The background pauses meanwhile.
+        With `adapter` they are a peft adapter. The background pauses meanwhile.
         """
+
+    @abstractmethod
+    def set_version(self, version: PolicyVersionLabel) -> None:
+        """The policy has the weights of `version` already."""
 
     @abstractmethod
     def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
@@ -184,53 +173,24 @@ class CollectorBase(ABC):
         Registered receivers bring what they were offered. Without receivers and weights, the weights are those of the
         policy's own model; see `update_policy_weights_`.
         """
-        for model_id, receiver in self.receiver_schemes.items():
-            receiver.receive(self, model_id)
+        for receiver in self.receiver_schemes.values():
+            receiver.receive(self)
         if not self.receiver_schemes:
             self.update_policy_weights_(*(each for each in (policy_or_weights, weights, policy) if each is not None))
 
     def register_scheme_receiver(
-        self, weight_recv_schemes: Mapping[str, WeightSyncScheme | WeightReceiver], *, synchronize_weights: bool = True
+        self, weight_recv_schemes: Mapping[str, RayWeightSyncScheme], *, synchronize_weights: bool = True
     ) -> None:
-        """Take weights from these schemes, by model; with `synchronize_weights` also what they offer already.
+        """Take weights from these schemes, by model, and with `synchronize_weights` what they offer already.
 
-        A model is "policy", or the path of a module, written as in `cascade_execute`. Raises ValueError for
-        another.
+        The only model is "policy".
         """
-        made = {
-            model_id: scheme.receiver() if isinstance(scheme, WeightSyncScheme) else scheme
-            for model_id, scheme in weight_recv_schemes.items()
-        }
-        for model_id in made.keys() - {MODEL_ID}:
-            _reached(self, model_id)
-        self.receiver_schemes = {**self.receiver_schemes, **made}
+        self.receiver_schemes = {**self.receiver_schemes, **weight_recv_schemes}
         if synchronize_weights:
             self.receive_weights()
 
-    def take_up_model(
-        self, model_id: str, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False
-    ) -> None:
-        """`take_up` of the policy, or load the module at the path `model_id`, which has no version."""
-        if model_id == MODEL_ID:
-            self.take_up(weights, version, adapter=adapter)
-            return
-        with self.pause():
-            load_weights(
-                _reached(self, model_id), SavedWeights(weights) if isinstance(weights, Path) else named_weights(weights)
-            )
-
-    def receive_offered(self, offers: Mapping[str, Any], version: PolicyVersionLabel) -> None:
-        """Load a parent's weights, by model, as `version`. Raises KeyError for a model without a receiver."""
-        for model_id, content in offers.items():
-            self.receiver_schemes[model_id].offer(content, version)
-        self.receive_weights()
-
-    def receiving_places(self) -> dict[str, Any]:
-        """The place of this worker, for the sender, by model; see `WeightReceiver.place`."""
-        return {model_id: receiver.place() for model_id, receiver in self.receiver_schemes.items()}
-
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method by its path from the collector, such as `"receiver_schemes['policy'].place"`.
+        """Call a method by its path from the collector, such as `"receiver_schemes['policy'].offer"`.
 
         The path consists of names, and of keys or indices in brackets. Raises ValueError for anything else and for
         names that begin with an underscore.
@@ -326,16 +286,6 @@ class WeightsCollector(CollectorBase):
             buffer.drop_stale(self.policy_version, max_policy_lag)
         return buffer.take_counts()
 
-    def _claim(self, buffer: ReplayBuffer) -> None:
-        """Be the one collector that fills `buffer`. Raises RuntimeError if another one, not shut down, does."""
-        other = _FILLED_BY.get(buffer)
-        if other is not None and (collector := other()) is not None and collector.is_initialized():
-            raise RuntimeError(
-                "another collector fills this replay buffer, and both would number their draws from 0: shut it down "
-                "first, or give this one a buffer of its own"
-            )
-        _FILLED_BY[buffer] = weakref.ref(self)
-
     def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
@@ -354,40 +304,44 @@ class WeightsCollector(CollectorBase):
         Raises TypeError without weights, ValueError for two sets of them.
         """
         del worker_ids  # of collectors with several workers
-        sources = self._given_weights(model_id, policy_or_weights=policy_or_weights, **given)
+        source = self._given_weights(model_id, policy_or_weights=policy_or_weights, **given)
         with self.pause():
-            self.weight_updater.push(sources[MODEL_ID])
+            self.weight_updater.push(source)
 
     def _given_weights(
         self, model_id: str | None, *, weights_dict: Mapping[str, Any] | None = None, **given: Any
-    ) -> dict[str, Any]:
-        """The weights that `update_policy_weights_` was given, by model, or else the policy's own."""
+    ) -> WeightSource:
+        """The weights that `update_policy_weights_` was given, or else the policy's own."""
         for name in given.keys() - {"policy_or_weights", "weights", "policy", "state_dict"}:
             raise TypeError(f"update_policy_weights_ takes no {name}")
-        named = [name for name, value in (*given.items(), ("weights_dict", weights_dict)) if value is not None]
-        if weights_dict is not None and model_id is not None:
-            named.append("model_id")
-        if len(named) > 1:
-            raise ValueError(f"update_policy_weights_ was given weights twice, as {' and '.join(named)}: leave one out")
-        if weights_dict is not None:
-            return dict(weights_dict)
-        return {model_id or MODEL_ID: given[named[0]] if named else getattr(self.policy, "model", None)}
+        for model in (model_id or MODEL_ID, *(weights_dict or ())):
+            if model != MODEL_ID:
+                raise ValueError(f"a collector takes the weights of {MODEL_ID!r} alone, not of {model!r}")
+        named = {**given, "weights_dict": None if weights_dict is None else weights_dict[MODEL_ID]}
+        sources = {name: source for name, source in named.items() if source is not None}
+        if len(sources) > 1:
+            raise ValueError(f"weights were given twice, as {' and '.join(sources)}: leave one out")
+        return next(iter(sources.values()), getattr(self.policy, "model", None))
 
-    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+    def take_up(self, folder: Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
         """See `CollectorBase.take_up`; the policy loads a folder itself if it can and has no updater of the user's."""
         policy, updater = self.policy, self.weight_updater
-        loads = not self._has_own_updater and type(policy).load_folder is not Policy.load_folder
         with self.pause():
-            if adapter and isinstance(weights, Path):
-                policy.load_adapter_folder(weights, version)
+            if adapter:
+                policy.load_adapter_folder(folder, version)
                 return
-            if isinstance(weights, Path) and loads:
-                if updater.model_metadata is not None:
-                    check_weights(SavedWeights(weights), updater.model_metadata)
-                policy.load_folder(weights, version)  # which may need no second copy of them
+            weights = SavedWeights(folder)
+            if updater.model_metadata is not None:
+                check_weights(weights, updater.model_metadata)
+            if not self._has_own_updater and type(policy).load_folder is not Policy.load_folder:
+                policy.load_folder(folder, version)  # which may need no second copy of them
             else:
-                updater.push(SavedWeights(weights) if isinstance(weights, Path) else weights)
+                updater.push(weights)
                 updater.restore_version(version)
+
+    def set_version(self, version: PolicyVersionLabel) -> None:
+        """See `CollectorBase.set_version`."""
+        self.weight_updater.restore_version(version)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """`weight_updater.init` with these arguments."""
@@ -440,18 +394,14 @@ def postprocessed(batch: TensorDictBase, postproc: Callable[[TensorDictBase], Te
 
 def _reached(start: Any, path: str) -> Any:
     """The object at a path of public names and keys. Raises as `CollectorBase.cascade_execute` does."""
-    found, position = start, 0
-    while position < len(path) or not position:
-        part = _PART.match(path, position)
-        if part is None:
-            raise ValueError(
-                f"{path!r} is not a path of public names and ['keys'], from {path[position:]!r} on: names that begin "
-                "with an underscore are not reached from elsewhere"
-            )
-        name, *keys, index = part.groups()
-        key = next((key for key in keys if key is not None), None)
-        found = getattr(found, name) if name else found[int(index) if key is None else key]
-        position = part.end()
+    if not _PATH.fullmatch(path):
+        raise ValueError(
+            f"{path!r} is not a path of public names and ['keys']: names that begin with an underscore are not reached "
+            "from elsewhere"
+        )
+    found = start
+    for step in re.findall(rf"\w+|{_STEP}", path):
+        found = found[ast.literal_eval(step[1:-1])] if step[0] == "[" else getattr(found, step)
     return found
 
 

@@ -57,8 +57,7 @@ class LLMCollector(WeightsCollector, SyncCollector):
     `policy` is one of rlpost.policies, or any callable on TensorDicts, such as a TensorDictModule, which reads
     what the environment's `reset` and `step` return and writes its turn as `step` takes it.
 
-    Raises RuntimeError for `async_envs=True` and for a buffer that another collector fills, ValueError for a
-    `weight_updater` of another policy.
+    Raises RuntimeError for `async_envs=True`, ValueError for a `weight_updater` of another policy.
 
     >>> from rlpost.collectors import LLMCollector
     >>> from rlpost.envs import GSM8KEnv
@@ -73,6 +72,8 @@ class LLMCollector(WeightsCollector, SyncCollector):
     >>> batch["next", "reward"].squeeze(-1).tolist(), batch["group_id"].tolist()
     ([1.0, 0.0], [0, 0])
     """
+
+    plays_conversations = True
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class LLMCollector(WeightsCollector, SyncCollector):
         made = policy if policy is not None else policy_factory()  # type: ignore[misc]
         self.policy = made if isinstance(made, Policy) else CalledPolicy(made, cast(Any, self.env))
         size = self.env.numel()
-        self.dialog_turns_per_batch = ceil((dialog_turns_per_batch or 1) / size) * size
+        self.frames_per_batch = self.dialog_turns_per_batch = ceil((dialog_turns_per_batch or 1) / size) * size
         self.total_dialog_turns = total_dialog_turns
         self.yield_completed_trajectories = completed
         self.yield_only_last_steps = last_only
@@ -124,18 +125,6 @@ class LLMCollector(WeightsCollector, SyncCollector):
         self.policy_version_tracker = self._version_tracker(track_policy_version)
         self._play_with(self.env, self.policy)
         self.weight_updater = self._updater(weight_updater)
-        if isinstance(replay_buffer, ReplayBuffer):
-            self._claim(replay_buffer)
-
-    @property
-    def plays_conversations(self) -> bool:
-        """See `CollectorBase.plays_conversations`."""
-        return True
-
-    @property
-    def frames_per_batch(self) -> int:
-        """`dialog_turns_per_batch`: a frame is a turn."""
-        return self.dialog_turns_per_batch
 
     # Collecting
 
@@ -143,13 +132,6 @@ class LLMCollector(WeightsCollector, SyncCollector):
     def wants_more(self) -> bool:
         """See `CollectorBase.wants_more`: until `total_dialog_turns`."""
         return self.total_dialog_turns < 0 or self._turns_delivered < self.total_dialog_turns
-
-    @property
-    def is_ahead(self) -> bool:
-        """See `CollectorBase.is_ahead`."""
-        if self.replay_buffer is None or self.batches_ahead is None:
-            return False
-        return self.replay_buffer.num_rows >= self.batches_ahead * self.dialog_turns_per_batch
 
     def _collected(self) -> TensorDictBase:
         if self.reset_at_each_iter:

@@ -1,69 +1,58 @@
-"""Collectors in other processes, used as one: a local process for AsyncCollector, Ray actors for RayCollector.
+"""AsyncCollector, RayCollector and RayLLMCollector: collectors in other processes, used as one.
 
-A process gets `built_collector` with its arguments, and a `CollectorHost` calls it there. `WorkerPool` calls
-those processes, `Batches` keeps one batch in flight at each, and `RemoteCollector` is what
-both collectors have in common.
+Each process has a `CollectorWorker`. `rlpost.policies.remote.Players` starts the processes and pushes weights to them,
+`Batches` keeps one batch in flight at each, and `RemoteCollector` is what both collectors have in common.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 import os
 import threading
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future
-from concurrent.futures import wait as wait_for
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from math import ceil
+from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 
-from rlpost.data.conversation import Completion, PolicyVersionLabel
-from rlpost.envs.base import EnvBase
+from rlpost.data.conversation import Conversation, PolicyVersionLabel, next_version
+from rlpost.envs.base import EnvBase, Transform
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import PolicyError
-from rlpost.policies.base import Policy, Request
-from rlpost.remote.process import START_SECONDS
+from rlpost.policies.base import Policy
+from rlpost.policies.remote import NewWorker, Players, RemotePolicy, Seat
+from rlpost.remote import cluster
+from rlpost.remote.process import END_SECONDS, WorkerProcess
 from rlpost.settings import SamplingSettings
-from rlpost.torchrl.batches import from_plain, to_plain
-from rlpost.torchrl.collector import Collector, made_env, only_kwargs
-from rlpost.torchrl.collector_base import WeightsCollector, postprocessed
-from rlpost.torchrl.frames import TRAJ_IDS
+from rlpost.torchrl.batches import concat_rows, from_plain, to_plain
+from rlpost.torchrl.collector import Collector, Device, made_env, one_device
+from rlpost.torchrl.collector_base import MODEL_ID, WeightsCollector, WorkerIds, postprocessed
+from rlpost.torchrl.frames import TRAJ_IDS, split_trajectories
 from rlpost.torchrl.llm_collector import LLMCollector
-from rlpost.torchrl.replay_buffer import ReplayBuffer
-from rlpost.weight_sync.base import begin_versions
+from rlpost.weight_sync.base import WeightSource, begin_versions
+from rlpost.weight_sync.folder import FolderUpdater, RayWeightSyncScheme
 
+log = logging.getLogger("rlpost")
 WORKER_DRAWS = 10**12  # worker i numbers its draws and trajectories from i times this on
 OWN_STATE = ("waiting", "delivered", "version")  # keys of the owner beside the worker's own state
+DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of a worker
+GPU_SHARE = 0.2  # of a GPU for each worker, if the cluster has any
+DEVICES = ("device", "storing_device", "env_device", "policy_device")
+Plan = tuple[bytes, Mapping[str, Any]]  # how a worker's collector is built, and what its actor asks for
+THREADS = "OMP_NUM_THREADS"  # environment variable
 GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE)
-
-# argument without effect on a language environment -> what to do instead
-NOT_OF_LANGUAGE = {
-    "device": "a language policy stays on the device where it is built; storing_device is for batches",
-    "env_device": "conversations are not tensors: leave it out",
-    "policy_device": "a language policy stays on the device where it is built: choose it there",
-    "max_frames_per_traj": "a conversation's turns are bounded by its environment: give that max_steps",
-    "init_random_frames": "random tokens are not a reply: leave it out",
-    "split_trajs": "trajectories of conversations are never mixed: give yield_completed_trajectories=True",
-    "set_truncated": "an unfinished conversation goes on in the next batch: leave it out",
-    "trust_policy": "a policy of conversations is never wrapped: leave it out",
-    "async_envs": "one language environment plays all its conversations together: raise its num_envs",
-}
-# argument without effect on frames -> what to do instead
-NOT_OF_FRAMES = {
-    "weight_updater": "the weights of a policy of frames are copied into it by their names: leave it out",
-    "yield_completed_trajectories": "give split_trajs=True",
-    "yield_only_last_steps": "give split_trajs=True",
-    "flatten_data": "a FrameBuffer is written frame by frame whatever their shape: leave it out",
-    "begin_ahead": "nothing of a later batch is played: leave it out",
-    "verbose": "there are too many frames to print: leave it out",
-}
 
 
 # In the other process
@@ -82,410 +71,319 @@ def built_collector(
 
     `options` are further keyword arguments of the collector, and its `create_env_kwargs`. The default of
     `collector_class` is LLMCollector for a language environment, else Collector; one of several processes builds its
-    environment there. Raises TypeError for an option without effect on the environment, and what building raises.
+    environment there. Raises TypeError for an option without effect, and what building raises.
     """
     chosen: Any = collector_class
     options = dict(options)
     how: dict[str, Any] = {"policy_factory": policy_factory, "frames_per_batch": frames_per_batch}
     if inspect.isclass(chosen) and issubclass(chosen, RemoteCollector):
         return chosen(create_env_fn, policy, **how, **options)
-    env = create_env_fn(**only_kwargs(options.pop("create_env_kwargs", None)))
+    env = made_env(create_env_fn, options.pop("create_env_kwargs", None))
     chosen = chosen or (LLMCollector if isinstance(env, EnvBase) else Collector)
     if not (inspect.isclass(chosen) and issubclass(chosen, LLMCollector)):
-        return cast(Any, chosen)(made_env(env, None), policy, **how, **without(NOT_OF_FRAMES, options, "frames"))
-    options = without(NOT_OF_LANGUAGE, options, "a language environment")
+        return cast(Any, chosen)(env, policy, **how, **with_effect(options, Collector))
     exploration = options.pop("exploration_type", None)
     for name in ("reset_when_done", "storing_device"):
         options.pop(name, None)
-    collector = chosen(
-        env, policy=policy, policy_factory=policy_factory, dialog_turns_per_batch=frames_per_batch, **options
-    )
+    how["dialog_turns_per_batch"] = how.pop("frames_per_batch")
+    collector = chosen(env, policy=policy, **how, **with_effect(options, LLMCollector))
     if (InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration) in GREEDY:
         collector.policy.sampling = replace(collector.policy.sampling, temperature=0.0)
     collector.policy.start()
     return collector
 
 
-def without(useless: Mapping[str, str], given: Mapping[str, Any], what_for: str) -> dict[str, Any]:
-    """`given` without the `useless` ones. Raises TypeError if one of those asks for something, with its alternative."""
-    for name, instead in useless.items():
-        value = given.get(name)
-        if value is not None and value is not False and not (isinstance(value, int) and value < 0):
-            raise TypeError(f"{name} has no effect on {what_for}: {instead}")
-    return {name: value for name, value in given.items() if name not in useless}
+def with_effect(options: Mapping[str, Any], collector: type[Any]) -> dict[str, Any]:
+    """The `options` that `collector` takes. Raises TypeError for another one, unless it asks for nothing."""
+    known = inspect.signature(collector).parameters
+    for name, value in options.items():
+        if name not in known and value not in (None, False) and not (isinstance(value, int) and value < 0):
+            raise TypeError(
+                f"{name} has no effect on the {collector.__name__} that plays this environment: leave it out, or set "
+                "what it asks for where the environment and the policy are built"
+            )
+    return {name: value for name, value in options.items() if name in known}
 
 
-class CollectorHost:
-    """Holds one collector in its process; calls are carried out in their order.
+class CollectorWorker:
+    """One collector in its process; calls are carried out in their order.
 
     Trajectories are numbered from `WORKER_DRAWS` times the worker's number on, apart from those of all others.
     """
 
-    def __init__(self, number: int, num_threads: int) -> None:
+    def __init__(self, number: int, plan: bytes) -> None:
+        torch.set_num_threads(int(os.environ[THREADS]))
         self.number = number
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of processes that start here, engines included
-        torch.set_num_threads(num_threads)
-        self.collector: Any = None
-        self._buffer: Any = None
-        self._postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+        self.collector = cloudpickle.loads(plan)()
+        self.collector.worker_idx = number
 
-    def build(
-        self, plan: bytes, policy: bytes | None = None, delivery: bytes | None = None
-    ) -> tuple[int, bool, PolicyVersionLabel | None]:
-        """Build the collector; returns its frames in a batch, whether they are turns, and the policy's version.
+    def about(self) -> tuple[int, bool]:
+        """How many frames are in a batch, and whether they are turns of conversations."""
+        return self.collector.frames_per_batch, self.collector.plays_conversations
 
-        `delivery`: the buffer to write batches to, and their postproc.
-        """
-        given = {} if policy is None else {"policy": cloudpickle.loads(policy)}
-        if delivery is not None:
-            self._buffer, self._postproc = cloudpickle.loads(delivery)
-        self.collector = collector = cloudpickle.loads(plan)(**given)
-        collector.number_as_worker(self.number)
-        return collector.frames_per_batch, collector.plays_conversations, collector.get_policy_version()
-
-    def next(self) -> TensorDictBase | int:
-        """Collect one batch; returns its number of turns or frames if it goes into a buffer from here."""
+    def next(self) -> TensorDictBase:
+        """Collect one batch."""
         batch = self.collector.next()
         if self.number and (numbers := batch.get(TRAJ_IDS, None)) is not None:
             batch.set(TRAJ_IDS, numbers + self.number * WORKER_DRAWS)
-        if self._buffer is None:
-            return batch
-        self._buffer.extend(postprocessed(batch, self._postproc))
-        return batch.numel()
+        return batch
 
-    def finish(self, close_env: bool = True) -> None:
+    def push(self, folder: Path, version: PolicyVersionLabel, *, wait: bool, adapter: bool) -> None:
+        """Load the weights in `folder`: `Players` call this. No batch is in flight then, so there is no `wait`."""
+        self.collector.take_up(folder, version, adapter=adapter)
+
+    def set_version(self, version: PolicyVersionLabel) -> None:
+        """See `CollectorBase.set_version`: `Players` call this."""
+        self.collector.set_version(version)
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """See `CollectorBase.cascade_execute`."""
+        return self.collector.cascade_execute(path, *args, **kwargs)
+
+    def finish(self, close_env: bool) -> None:
         """Collect no more, and close the policy, and with `close_env` the environment."""
-        if self.collector is None:
-            return
         self.collector.shutdown(close_env=close_env)
         if isinstance(policy := getattr(self.collector, "policy", None), Policy):
             policy.close()
 
-    close = finish  # when the owner is gone
+    def close(self) -> None:
+        """End with everything that was built here: the process calls this when it is closed."""
+        self.finish(close_env=True)
 
-    # The collector's own methods, for the owner and for a user's remote calls
 
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """See `CollectorBase.cascade_execute`."""
-        return self.collector.cascade_execute(attr_path, *args, **kwargs)
+def worker_env(make: Any, worker: int, copies: int, **kwargs: Any) -> Any:
+    """The environment of a worker: `make(**kwargs)`, or `make` itself, or `copies` of it in step."""
+    env = made_env(make, kwargs)
+    if isinstance(env, EnvBase):
+        return env.append_transform(NumberedApart(worker))
+    if copies == 1:
+        return env
+    from rlpost.envs import ParallelEnv
 
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """See `CollectorBase.receive_weights`."""
-        self.collector.receive_weights(policy_or_weights, weights=weights, policy=policy)
+    if hasattr(env, "close"):
+        env.close()
+    return ParallelEnv(copies, make, create_env_kwargs=kwargs)
 
-    def get_policy_version(self) -> PolicyVersionLabel | None:
-        """See `WeightsCollector.get_policy_version`."""
-        return self.collector.get_policy_version()
+
+class NumberedApart(Transform):
+    """Numbers the draws of a worker from `WORKER_DRAWS` times its number on, apart from all others."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """See `Transform.on_begin`."""
+        for conversation in conversations:
+            conversation.group_id += self.worker * WORKER_DRAWS
 
 
 # In the owner's process
 
 
-@dataclass
-class Member:
-    """A worker as its owner knows it."""
-
-    remote: Any  # a `RemoteObject`, or an `Actor` of a cluster
-    storing_device: torch.device | None = None  # of its batches, here
-    policy_device: torch.device | None = None
-    frames_per_batch: int = 0
-    is_language: bool = False
-    first_version: PolicyVersionLabel | None = None
-
-
-class WorkerPool:
-    """Collectors in other processes, by their numbers from 0. Each carries out its calls in their order."""
-
-    def __init__(self, wait_seconds: float) -> None:
-        self.wait_seconds = wait_seconds
-        self.members: dict[int, Member] = {}
-        self.reported: set[int] = set()  # whose loss was raised
-
-    def build(self, made: Mapping[int, Member], plans: Mapping[int, bytes], *parts: Any) -> None:
-        """Build the collectors of these members; `parts` and errors are those of `CollectorHost.build`."""
-        futures = {number: member.remote.submit("build", plans[number], *parts) for number, member in made.items()}
-        self.members |= made
-        for number, about in self.results(futures, "its collector to be built", START_SECONDS).items():
-            member = made[number]
-            member.frames_per_batch, member.is_language, member.first_version = about
-
-    @property
-    def lost(self) -> dict[int, PolicyError]:
-        """Lost workers, each with the error that names how."""
-        failures = {number: member.remote.failure for number, member in self.members.items()}
-        return {number: failure for number, failure in failures.items() if failure is not None}
-
-    def check(self) -> None:
-        """Raise PolicyError for the first worker that was lost."""
-        for number, failure in self.lost.items():
-            self.reported.add(number)
-            raise PolicyError(*failure.args)
-
-    def results(
-        self, futures: Mapping[int, Future[Any]], waited_for: str, seconds: float | None = None
-    ) -> dict[int, Any]:
-        """The answers by worker. Raises the first error as soon as it comes, PolicyError if one is late or lost."""
-        within = self.wait_seconds if seconds is None else seconds
-        done, late = wait_for(futures.values(), within, FIRST_EXCEPTION)
-        for number, future in futures.items():
-            if future in done and (error := future.exception()) is not None:
-                self.reported |= {number} & self.lost.keys()
-                raise error
-        if late:
-            raise self.late(waited_for, [number for number, future in futures.items() if future in late], within)
-        return {number: future.result() for number, future in futures.items()}
-
-    def late(self, waited_for: str, numbers: Sequence[int], seconds: float) -> PolicyError:
-        """The error of workers that did not answer in time."""
-        names = ", ".join(self.members[number].remote.name for number in numbers)
-        return PolicyError(
-            f"waited {seconds:.0f} s for {waited_for} of {names}: the policy or the environment may hang"
-        )
-
-    def call(self, method: str, *args: Any, numbers: Iterable[int] | None = None, **kwargs: Any) -> dict[int, Any]:
-        """Call a method, named by its path, of the collectors of these workers (None: all); the results by worker."""
-        self.check()
-        chosen = {n: self.members[n].remote for n in (self.members if numbers is None else numbers)}
-        futures = {n: remote.submit("cascade_execute", method, *args, **kwargs) for n, remote in chosen.items()}
-        return self.results(futures, method)
-
-    def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
-        """Close the collectors of all living workers within `seconds`; returns errors, and losses not raised yet."""
-        lost = self.lost
-        errors: dict[int, BaseException] = {n: failure for n, failure in lost.items() if n not in self.reported}
-        futures = {n: m.remote.submit("finish", close_env) for n, m in self.members.items() if n not in lost}
-        _, late = wait_for(futures.values(), seconds)
-        for number, future in futures.items():
-            if future in late:
-                errors[number] = self.late("finish", [number], seconds)
-            elif (error := future.exception()) is not None:
-                errors[number] = error
-        return errors
-
-
 class Batches:
-    """Keeps at most one batch in flight at each worker, and at most `ahead` of each that are not delivered.
+    """Has each worker collect one batch, and the next one as soon as that is delivered.
 
-    With `joins` a batch of every worker is delivered at once, otherwise the first that is ready. With
-    `update_interval` >= 0 a worker that has delivered more batches than that since its last update begins none
-    before it is updated. Nothing begins before the first `take`, and after an error before the next one.
+    With `joins` a batch of every worker is delivered at once, and the next ones begin when they are asked for;
+    otherwise it is the first that is ready. With `update_interval` >= 0 a worker that has delivered more batches than
+    that since its last update begins none while it is `due`. Nothing begins before the first `take`, and at a worker
+    that has raised an error before the next one.
     """
 
     def __init__(
-        self, workers: WorkerPool, *, total_frames: int, ahead: int, joins: bool = False, update_interval: int = -1
+        self, players: Players, *, wait_seconds: float, total_frames: int, joins: bool, update_interval: int
     ) -> None:
-        self.workers = workers
-        self.joins = joins
+        self.players = players
+        self.wait_seconds = wait_seconds
         self.total_frames = total_frames
-        self.ahead = ahead
+        self.joins = joins
         self.update_interval = update_interval
-        self._changed = threading.Condition()  # guards everything below
+        self.frames: dict[int, int] = {}  # in a batch of each worker
         self.delivered: Counter[int] = Counter()  # turns or frames, by worker
         self.since_update: Counter[int] = Counter()  # batches delivered since the last update, by worker
-        self._in_flight: dict[int, Future[Any]] = {}
-        self._waiting: deque[tuple[int, Any]] = deque()  # batches not delivered yet, with their workers
-        self._delivered_last: list[int] = []  # workers of the batch that was delivered last
-        self.error: BaseException | None = None  # of a batch, raised by the next call
-        self._error_of = 0  # its worker
-        self._has_begun = False
-        self._takers = 0
-        self._held_by: list[int] = []  # threads in a block of `held`
+        self.due: list[int] = []  # workers to update before they begin another batch
+        self.begun: dict[int, Future[TensorDictBase]] = {}  # by worker, until it is delivered
+        self._lock = threading.RLock()
+        self._held = 0  # blocks of `held`
 
     @property
     def wants_more(self) -> bool:
         """Whether the total is not reached yet."""
         return self.total_frames < 0 or self.delivered.total() < self.total_frames
 
+    @property
+    def loss(self) -> PolicyError | None:
+        """The error that names the first worker that was lost."""
+        failures = (seat.process.failure for seat in self.players.seats)
+        return next((failure for failure in failures if failure is not None), None)
+
     def check(self) -> None:
-        """Raise the error of a batch once, or the loss of a worker every time."""
-        error, self.error = self.error, None
-        if error is not None:
-            self.workers.reported |= {self._error_of} & self.workers.lost.keys()
-            raise error
-        self.workers.check()
+        """Raise `loss`, if there is one."""
+        if (loss := self.loss) is not None:
+            raise loss
 
-    def take(self) -> list[tuple[int, Any]]:
-        """The next batch of every worker, or of the first that is ready, each with its worker's number.
+    def take(self) -> dict[int, TensorDictBase]:
+        """The next batch of every worker, or of the first that is ready, by worker.
 
-        Raises as `check` does, PolicyError if no batch comes in time, and RuntimeError if none waits inside a block of
-        `held`.
+        Raises the error of a batch, the loss of a worker, PolicyError if no batch comes in time, and RuntimeError if
+        none has come inside a block of `held`.
         """
-        with self._changed:
+        with self._lock:
             self.check()
-            self._has_begun = True
-            self._takers += 1
-            try:
-                self._ask()
-                self._wait(self._can_deliver, "a batch")
-            finally:
-                self._takers -= 1
-            batches = sorted(self._waiting, key=lambda each: each[0]) if self.joins else [self._waiting.popleft()]
-            if self.joins:
-                self._waiting.clear()
-            for number, batch in batches:
-                self.delivered[number] += _size(batch)
+            self._begin()
+            if len(self.begun) < (len(self.frames) if self.joins else 1):
+                raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
+            self._wait("a batch", FIRST_EXCEPTION if self.joins else FIRST_COMPLETED)
+            ready = [number for number, batch in self.begun.items() if batch.done()]
+            chosen = sorted(ready) if self.joins else ready[:1]
+            batches = {number: self.begun.pop(number).result() for number in chosen}
+            for number, batch in batches.items():
+                self.delivered[number] += batch.numel()
                 self.since_update[number] += 1
-            self._delivered_last = [number for number, _ in batches]
-            self._ask()
-        return [(number, self.moved(number, batch)) for number, batch in batches]
+                if 0 <= self.update_interval < self.since_update[number]:
+                    self.due.append(number)
+            if not self.joins:
+                self._begin()
+            return batches
 
-    def moved(self, number: int, batch: Any) -> Any:
-        """A batch of worker `number`, moved to the worker's storing device."""
-        device = self.workers.members[number].storing_device
-        return batch if device is None or isinstance(batch, int) else batch.to(device)
-
-    def _can_deliver(self) -> bool:
-        ready = {number for number, _ in self._waiting}
-        if ready.issuperset(self.workers.members) if self.joins else ready:
-            return True
-        if not self._in_flight and threading.get_ident() in self._held_by:
-            raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
-        return False
-
-    def due(self) -> list[int]:
-        """Workers that just delivered a batch and need new weights."""
-        if self.update_interval < 0:
-            return []
-        return [number for number in self._delivered_last if self.since_update[number] > self.update_interval]
-
-    def settled(self) -> None:
-        """Let the workers that were due go on."""
-        self._delivered_last = []
-
-    def _ask(self) -> None:
-        """Begin a batch at each worker with none in flight and room for one, as long as more are wanted."""
-        if self._held_by or not self._has_begun:
-            return
-        members, due = self.workers.members, self.due()
-        waiting = Counter(number for number, _ in self._waiting)
-        most = max(self.ahead, 1 if self._takers else 0)
-        for number in members:
-            if number in self._in_flight or number in due or waiting[number] >= most:
-                continue
-            expected = self.delivered.total() + sum(_size(batch) for _, batch in self._waiting)
-            expected += sum(members[n].frames_per_batch for n in self._in_flight)
+    def _begin(self) -> None:
+        """Begin a batch at each worker that has none and is not due, as long as more are wanted."""
+        for number in () if self._held else self.frames.keys() - self.begun.keys() - set(self.due):
+            expected = self.delivered.total() + sum(self.frames[n] for n in self.begun)
             if self.joins or self.total_frames < 0 or expected < self.total_frames:
-                future = members[number].remote.submit("next")
-                self._in_flight[number] = future
-                future.add_done_callback(lambda done, n=number: self._landed(n, done))
+                self.begun[number] = self.players.seats[number].process.submit("next")
 
-    def _landed(self, number: int, done: Future[Any]) -> None:
-        """Keep a batch or an error that has arrived; runs in the receiving thread."""
-        with self._changed:
-            del self._in_flight[number]
-            if (error := done.exception()) is None:
-                self._waiting.append((number, done.result()))
-            else:
-                self._has_begun = False
-                if self.error is None:
-                    self.error, self._error_of = error, number
-            self._ask()
-            self._changed.notify_all()
-
-    def _wait(self, until: Callable[[], bool], waited_for: str) -> None:
-        deadline = time.monotonic() + self.workers.wait_seconds
-        while not until():
-            self.check()
-            if not self._changed.wait(deadline - time.monotonic()):
-                raise self.workers.late(waited_for, list(self._in_flight), self.workers.wait_seconds)
+    def _wait(self, waited_for: str, until: str) -> None:
+        """Wait for the batches that were begun, all or one. Raises the error of a batch, once, or PolicyError."""
+        done, late = wait(self.begun.values(), self.wait_seconds, until)
+        for number, batch in list(self.begun.items()):
+            if batch in done and (error := batch.exception()) is not None:
+                del self.begun[number]
+                raise error
+        if late and (until != FIRST_COMPLETED or not done):
+            names = ", ".join(self.players.seats[n].process.name for n, batch in self.begun.items() if batch in late)
+            raise PolicyError(
+                f"waited {self.wait_seconds:.0f} s for {waited_for} of {names}: the policy or the environment may hang"
+            )
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A block in which no worker collects; waits for the batches in flight first. Raises as `check` does."""
-        self.check()
-        thread = threading.get_ident()
-        with self._changed:
-            self._held_by.append(thread)
-        try:
-            with self._changed:
-                self._wait(lambda: not self._in_flight, "the batch in flight")
-            yield
-        finally:
-            with self._changed:
-                self._held_by.remove(thread)
-                self._ask()
-                self._changed.notify_all()
+        """A block in which no worker collects; waits for the batches in flight first. Raises as `take` does."""
+        with self._lock:
+            self.check()
+            self._wait("the batch in flight", ALL_COMPLETED)
+            self._held += 1
+            try:
+                yield
+            finally:
+                self._held -= 1
 
     def forget(self) -> None:
         """Discard the batches that were not delivered; inside a block of `held`."""
-        with self._changed:
-            self._waiting.clear()
-            self._has_begun = False
-            self.settled()
-
-    def state_of(self, number: int) -> dict[str, Any]:
-        """The undelivered batches of worker `number`, and how much of it was delivered; inside a block of `held`."""
-        plain = to_plain if self.workers.members[number].is_language else (lambda batch: batch)
-        waiting = [plain(batch) for n, batch in self._waiting if n == number and not isinstance(batch, int)]
-        return {"waiting": waiting, "delivered": self.delivered[number]}
-
-    def load_state_of(self, number: int, state: Mapping[str, Any]) -> None:
-        """Continue with worker `number` from `state_of`, or from its own collector's state, after `forget`."""
-        read = from_plain if self.workers.members[number].is_language else (lambda batch: batch)
-        kept = [read(batch) for batch in state.get("waiting", ())]
-        own = state.get("frames", state.get("turns_delivered", 0)) - sum(map(_size, kept))
-        self._waiting += [(number, batch) for batch in kept]
-        self.delivered[number] = state.get("delivered", own)
+        self.begun.clear()
+        self.due.clear()
 
 
-def _size(batch: Any) -> int:
-    """Turns or frames of a batch, which is their number where the worker has written it to its buffer."""
-    return batch if isinstance(batch, int) else batch.numel()
+class ElsewherePolicy(RemotePolicy):
+    """The policy of collectors in other processes, with the `model` whose weights it gets by default."""
 
-
-class ChildPolicy(Policy):
-    """Stands for the policy of collectors in other processes: its version, and the `model` whose weights it gets."""
-
-    shares_weights = False
-
-    def __init__(self, given: Any) -> None:
-        super().__init__(sampling=SamplingSettings())
-        model = given if isinstance(given, torch.nn.Module) else getattr(given, "model", None)
-        self.model = model if isinstance(model, torch.nn.Module) else None
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """Raises PolicyError: it samples in its collector's process alone."""
-        raise PolicyError("this policy samples in its collector's process: build another to sample with here")
+    model: torch.nn.Module | None = None
 
 
 class RemoteCollector(WeightsCollector):
-    """A collector whose environments and policies are in the processes of `_workers`."""
+    """A collector whose environments and policies are in the processes that `new_worker` makes, one a number from 0.
 
-    batches_ahead: int | None
-    frames_per_batch: int
+    `tracked` is the constructor's `track_policy_version`; `how` is that of `Batches`.
+    """
 
-    def __init__(self, policy: Any, replay_buffer: Any, *, wait_seconds: float, **how: Any) -> None:
+    policy: ElsewherePolicy
+    weight_updater: FolderUpdater
+    split_trajs = False
+
+    def __init__(
+        self,
+        new_worker: NewWorker,
+        policy: Any,
+        replay_buffer: Any,
+        *,
+        wait_seconds: float,
+        frames_per_batch: int,
+        batches_ahead: int | None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None,
+        tracked: bool | PolicyVersion,
+        adapter: bool = False,
+        **how: Any,
+    ) -> None:
         super().__init__(cast(EnvBase, None), replay_buffer, wait_seconds=wait_seconds)  # it has its envs elsewhere
-        self.policy = ChildPolicy(policy)
-        self._workers = WorkerPool(wait_seconds)
-        self._batches = Batches(self._workers, **how)
-
-    def _begin(self, tracked: bool | PolicyVersion) -> None:
-        """Begin with the version of the workers' policies, once they are built."""
+        self.frames_per_batch = frames_per_batch
+        self.batches_ahead = batches_ahead
+        self.postproc = postproc
+        self._players = Players(new_worker, 0)
+        self._batches = Batches(self._players, wait_seconds=wait_seconds, **how)
+        self.total_frames = self._batches.total_frames
+        self._storing_devices: dict[int, torch.device | None] = {}  # of each worker's batches, here
+        self._policy_devices: dict[int, torch.device | None] = {}
+        self._sending = threading.RLock()  # of weights
+        self._sent: WeightSource | None = None  # the weights that were sent last
+        self.policy = ElsewherePolicy(self._players, None, sampling=SamplingSettings(), pushes_adapter=adapter)
+        model = policy if isinstance(policy, torch.nn.Module) else getattr(policy, "model", None)
+        self.policy.model = model if isinstance(model, torch.nn.Module) else None
+        self.policy.version = getattr(policy, "version", 0)
+        self.weight_updater = FolderUpdater(self.policy)
         self.policy_version_tracker = PolicyVersion() if tracked is True else tracked or None
         if self.policy_version_tracker is not None:
             begin_versions(self.policy, self.policy_version_tracker)
-        first = next(iter(self._workers.members.values())).first_version
-        self.policy.version = self.policy.version if first is None else first
-        if isinstance(self.replay_buffer, ReplayBuffer):
-            self._claim(self.replay_buffer)
+        self._newest = self._players.first_version = self.policy.version
 
-    @property
-    def plays_conversations(self) -> bool:
-        """See `CollectorBase.plays_conversations`."""
-        return any(member.is_language for member in self._workers.members.values())
+    def _start(self, count: int) -> None:
+        """Start `count` more workers. If one cannot be built none is kept: raises what building raises."""
+        for seat in self._players.add(count):
+            about = seat.process.call("about", seconds=self.wait_seconds)
+            self._batches.frames[seat.number], self.plays_conversations = about
+
+    def _call(self, method: str, *args: Any, seats: Sequence[Seat] | None = None, **kwargs: Any) -> list[Any]:
+        """Call a method, named by its path, of the collectors in `seats` (None: all) side by side; their results."""
+        self._batches.check()
+        chosen = self._players.seats if seats is None else seats
+
+        def call(seat: Seat) -> Any:
+            return seat.process.call("call", method, *args, seconds=self.wait_seconds, **kwargs)
+
+        with ThreadPoolExecutor(len(chosen), "rlpost-call") as pool:
+            return list(pool.map(call, chosen))
 
     @property
     def wants_more(self) -> bool:
         """See `CollectorBase.wants_more`."""
         return self._batches.wants_more
 
-    @property
-    def is_ahead(self) -> bool:
-        """See `CollectorBase.is_ahead`: `batches_ahead` batches of rows wait in a ReplayBuffer."""
-        if self.batches_ahead is None or not isinstance(self.replay_buffer, ReplayBuffer):
-            return False
-        return self.replay_buffer.num_rows >= self.batches_ahead * self.frames_per_batch
+    def _collected(self) -> TensorDictBase:
+        source = self.policy.model if self._sent is None else self._sent
+        if self._batches.due and source is not None:
+            self._send(source, [self._players.seats[number] for number in self._batches.due])
+        self._batches.due.clear()
+        batch = self._joined(self._batches.take())
+        return postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
+
+    def rollout(self) -> TensorDictBase:
+        """One batch of all workers, collected now and returned, even with a buffer; others are delivered later."""
+        with self.pause():
+            return self._joined(dict(enumerate(self._call("rollout"))))
+
+    def _joined(self, by_worker: Mapping[int, TensorDictBase]) -> TensorDictBase:
+        """The batches of workers, each on its storing device, one after the other along their first dimension.
+
+        Conversations are ragged, (B,) or (B, T); frames (*batch_size, T) are dense.
+        """
+        devices = self._storing_devices
+        batches: list[Any] = [b if devices[n] is None else b.to(devices[n]) for n, b in by_worker.items()]
+        if len(batches) == 1:
+            return batches[0]
+        if not self.plays_conversations:
+            return torch.cat(batches, dim=0)  # pyright: ignore[reportReturnType]
+        if batches[0].ndim == 1:
+            return concat_rows(batches)
+        steps = zip(*(batch.unbind(1) for batch in batches), strict=True)
+        return LazyStackedTensorDict.lazy_stack([concat_rows(each) for each in steps], -1)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -494,15 +392,69 @@ class RemoteCollector(WeightsCollector):
         with super().pause(), self._batches.held():
             yield
 
+    # Weights
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        worker_ids: WorkerIds | None = None,
+        model_id: str | None = None,
+        **given: Any,
+    ) -> None:
+        """Send weights to the workers, or to those of `worker_ids`: numbers, or the devices their policies are on.
+
+        They come from a module, a TensorDict or a mapping, as the first argument, `weights`, `policy` or `state_dict`,
+        or as `weights_dict={"policy": ...}`; by default they are those of the given `policy`. The version rises once
+        all have answered, after their batches in flight.
+
+        Raises TypeError without weights, ValueError for two sets of them, and what a worker raises, whose name is in a
+        note; the others have the new weights then, and the version rises.
+        """
+        self._check_open("send weights with")
+        source = self._given_weights(model_id, policy_or_weights=policy_or_weights, **given)
+        wanted = [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids
+        seats = self._players.seats
+        self._send(
+            source,
+            [s for s in seats if wanted is None or s.number in wanted or self._policy_devices[s.number] in wanted],
+        )
+
+    def _send(self, source: WeightSource, seats: list[Seat]) -> None:
+        """Send the weights of `source` to `seats`, and wait for all. Raises as `update_policy_weights_` does."""
+        self._batches.check()
+        with self._sending:
+            version = next_version(self._newest)
+            try:
+                self.weight_updater.send(self.policy, source, version, seats)
+            except PolicyError:
+                self._newest = version  # a worker that is late may load them yet
+                raise
+            finally:
+                reached = [seat.number for seat in seats if seat.version == version]
+                if reached:
+                    self._newest, self._sent = version, source
+                    self.policy.become(version)
+                    self._batches.since_update.update(dict.fromkeys(reached, 0))
+        self._batches.check()  # a worker may have been lost meanwhile
+
+    def take_up(self, folder: Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """See `CollectorBase.take_up`: every worker loads the same folder."""
+        self._players.push(folder, version, seats=self._players.seats, wait=True, adapter=adapter)
+        self._newest = version
+        self.policy.become(version)
+
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """`init_updater` of each collector with these arguments."""
         self._check_open("use")
-        self._workers.call("init_updater", *args, **kwargs)
+        self._call("init_updater", *args, **kwargs)
+
+    # State
 
     def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
         """`reset` of each collector with these arguments. Batches that wait are still delivered."""
         with self.pause():
-            self._workers.call("reset", index, **kwargs)
+            self._call("reset", index, **kwargs)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the first collector, each other with the seed that the one before returned; returns the last one's.
@@ -511,50 +463,484 @@ class RemoteCollector(WeightsCollector):
         """
         with self.pause():
             self._batches.forget()
-            for number in self._workers.members:
-                seed = self._workers.call("set_seed", seed, static_seed, numbers=[number])[number]
+            for seat in self._players.seats:
+                [seed] = self._call("set_seed", seed, static_seed, seats=[seat])
         return seed
 
     def _states(self) -> list[dict[str, Any]]:
-        """The state of each collector, with its batches that were not delivered yet."""
+        """The state of each collector, with its batch that was not delivered yet."""
         with self.pause():
-            states = self._workers.call("state_dict")
-            version = self.policy_version
-            return [{**state, **self._batches.state_of(n), "version": version} for n, state in states.items()]
+            states = self._call("state_dict")
+            for number, state in enumerate(states):
+                waiting = self._batches.begun.get(number)
+                plain = to_plain if self.plays_conversations else (lambda batch: batch)
+                state["waiting"] = None if waiting is None else plain(waiting.result())
+                state["delivered"] = self._batches.delivered[number]
+                state["version"] = self.policy_version
+            return states
 
     def _load_states(self, states: Sequence[Mapping[str, Any]], strict: bool) -> None:
         """Continue from a state for each collector."""
-        members = self._workers.members
         with self.pause():
             self._batches.forget()
-            for number, state in zip(members, states, strict=True):
+            for seat, state in zip(self._players.seats, states, strict=True):
                 inner = {name: value for name, value in state.items() if name not in OWN_STATE}
-                self._workers.call("load_state_dict", inner, strict, numbers=[number])
-                self._batches.load_state_of(number, state)
-            there = self._workers.call("get_policy_version")[next(iter(members))]
-            self.policy.version = states[0].get("version", self.policy.version if there is None else there)
+                self._call("load_state_dict", inner, strict, seats=[seat])
+                self._batches.delivered[seat.number] = state["delivered"]
+                if (waiting := state["waiting"]) is not None:
+                    self._batches.begun[seat.number] = came = Future()
+                    came.set_result(from_plain(waiting) if self.plays_conversations else waiting)
+            self._newest = states[0]["version"]
+            self.set_version(self._newest)
+
+    # The end
 
     def is_initialized(self) -> bool:
         """Whether batches can be collected: until `shutdown`, or the loss of a worker."""
-        return not self._is_shut_down and not self._workers.lost
+        return not self._is_shut_down and self._batches.loss is None
+
+    def _stop(self, timeout: float | None, close_env: bool) -> None:
+        """Close the collectors, with `close_env` their environments too, and end the processes with all they started.
+
+        They have `timeout` seconds (None: 20) before they are killed, which is an error. Raises the error of a batch
+        that was not raised yet.
+        """
+        seconds = END_SECONDS if timeout is None else timeout
+        if (loss := self._batches.loss) is not None:
+            log.warning("%s", loss)
+        alive = [seat.process for seat in self._players.seats if seat.process.failure is None]
+        try:
+            super()._stop(timeout, close_env=False)
+            with ThreadPoolExecutor(max(1, len(alive)), "rlpost-call") as pool:
+                list(pool.map(lambda worker: worker.call("finish", close_env, seconds=seconds), alive))
+            for batch in self._batches.begun.values():
+                batch.result(seconds)
+        finally:
+            self._players.close(seconds)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_batches"):  # a constructor may have failed before
+            for seat in self._players.seats:
+                seat.process.kill("was held by nobody any more")
+        super().__del__()
 
 
-def pickled(where: str, whole: Any, parts: Mapping[str, Any]) -> bytes:
-    """`whole` as bytes. Raises TypeError with the name of the first of its `parts` that cannot be pickled."""
+def threads(number: float) -> dict[str, str]:
+    """The environment of a process that computes with this many threads, and so do the processes it starts."""
+    return {THREADS: str(max(1, int(number)))}
+
+
+def pickled(parts: Mapping[str, Any], whole: Any) -> bytes:
+    """`whole` as bytes. Raises TypeError with the name of the first of its `parts` that cannot be sent elsewhere."""
     try:
         return cloudpickle.dumps(whole)
-    except Exception as error:
-        single = {name: part for name, part in parts.items() if name != "options"}  # each option is among the parts
-        name = next((name for name, part in single.items() if not _can_be_pickled(part)), "options")
-        raise TypeError(
-            f"{name} cannot be sent to {where} ({error}): build what it needs in create_env_fn or in policy_factory, "
-            "which are called there"
-        ) from error
+    except Exception:
+        for name, part in parts.items():
+            try:
+                cloudpickle.dumps(part)
+            except Exception as error:
+                raise TypeError(
+                    f"{name} cannot be sent to another process ({error}): build what it needs in create_env_fn or in "
+                    "policy_factory, which are called there"
+                ) from error
+        raise
 
 
-def _can_be_pickled(part: Any) -> bool:
-    try:
-        cloudpickle.dumps(part)
-    except Exception:  # noqa: BLE001  whatever a stranger's class raises
-        return False
-    return True
+def _length(given: Any) -> int:
+    """The length of a list; 1 for anything else."""
+    return len(given) if isinstance(given, (list, tuple)) else 1
+
+
+def _own(given: Any, number: int) -> Any:
+    """The entry of worker `number`: of a list its own, or the only one; anything else is for all."""
+    if not isinstance(given, (list, tuple)):
+        return given
+    return given[0] if len(given) == 1 else given[number]
+
+
+# The collectors
+
+
+class AsyncCollector(RemoteCollector):
+    """Iterates over the batches of one collector in a process of its own, or fills a replay buffer with them.
+
+    `create_env_fn(**create_env_kwargs)` and `policy_factory()` are called there; a `policy` is sent as a copy. The
+    default of `collector_class` is LLMCollector for a language environment, where `frames_per_batch` counts turns of
+    conversations, and else Collector. `options` are further arguments of that class, such as `env_device`,
+    `policy_device`, `create_env_kwargs`, `max_frames_per_traj`, `init_random_frames`, `reset_at_each_iter`,
+    `split_trajs`, `exploration_type`, `reset_when_done` and `set_truncated`. All is sent by cloudpickle, so it may be a
+    lambda.
+
+    Collecting begins when the first batch is asked for; the next one is collected while that is used. With
+    `replay_buffer` each is written to it when it is taken, and iteration yields None; `start` fills it in the
+    background: a ReplayBuffer of groups until `batches_ahead` batches of rows wait there to be taken, one of frames all
+    the time. `postproc` is called here. Iteration ends after `total_frames`, a multiple of `frames_per_batch` (-1:
+    never).
+
+    `update_policy_weights_` waits for the batch in flight, and the next one is collected with the new weights; with
+    `update_at_each_batch` those that were sent last, or else those of `policy`, are sent after each batch, before the
+    next one is taken. They are sent as a folder in memory, with the version that this process counts.
+    `weight_updater`, a constructor, loads them there, if a language policy does not do that itself. `num_threads` is
+    torch's number of threads here, until `shutdown`, and `num_sub_threads` there.
+
+    An error there is raised here by the next call, with the traceback as a note; a death of the process is a
+    PolicyError that says how it ended. Both wake whoever waits. `shutdown`, the end of a `with` block and of the
+    collector end the process and all it has started. Raises TypeError for arguments that have no effect, and what
+    building the environment and the policy raises.
+
+    >>> import torch
+    >>> from rlpost.collectors import AsyncCollector
+    >>> from rlpost.envs import GymEnv
+    >>> env_maker = lambda: GymEnv("Pendulum-v1")  # doctest: +SKIP
+    >>> collector = AsyncCollector(env_maker, torch.nn.Linear(3, 1), frames_per_batch=200)  # doctest: +SKIP
+    >>> collector.next().batch_size  # doctest: +SKIP
+    torch.Size([200])
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Callable[..., Any],
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        frames_per_batch: int,
+        total_frames: int | None = -1,
+        device: Device | Sequence[Device] | None = None,
+        storing_device: Device | Sequence[Device] | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        update_at_each_batch: bool = False,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
+        track_policy_version: bool | PolicyVersion = False,
+        replay_buffer: Any = None,
+        collector_class: type[Any] | None = None,
+        batches_ahead: int = 2,
+        wait_seconds: float = 600.0,
+        **options: Any,
+    ) -> None:
+        options |= {"device": device, "track_policy_version": track_policy_version is not False}
+        storing = one_device(device if storing_device is None else storing_device)
+        if storing is not None:
+            options["storing_device"] = "cpu"  # there
+        parts = {"create_env_fn": create_env_fn, "policy": policy, "policy_factory": policy_factory}
+        how = {"frames_per_batch": frames_per_batch, "collector_class": collector_class, "options": options}
+        plan = pickled(parts | options, partial(built_collector, **parts, **how))
+
+        def new_worker(number: int) -> WorkerProcess:
+            build = partial(CollectorWorker, number, plan)
+            return WorkerProcess(build, name="the collector's process", environment=threads(num_sub_threads))
+
+        super().__init__(
+            new_worker,
+            policy,
+            replay_buffer,
+            wait_seconds=wait_seconds,
+            frames_per_batch=frames_per_batch,
+            batches_ahead=batches_ahead,
+            postproc=postproc,
+            tracked=track_policy_version,
+            total_frames=-1 if total_frames is None else total_frames,
+            joins=False,
+            update_interval=0 if update_at_each_batch else -1,
+        )
+        self._storing_devices[0] = self._policy_devices[0] = storing
+        self._start(1)
+        self.frames_per_batch = self._batches.frames[0]
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(num_threads or self._threads_before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The collector's state, with its policy's and its environment's, and the batch that was not taken yet.
+
+        For conversations it is JSON-compatible; for frames it holds tensors.
+        """
+        return self._states()[0]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Continue from `state_dict`; a batch that waits is discarded."""
+        self._load_states([state_dict], strict)
+
+    def _stop(self, timeout: float | None, close_env: bool) -> None:
+        torch.set_num_threads(self._threads_before)
+        super()._stop(timeout, close_env)
+
+
+class aSyncDataCollector(AsyncCollector):
+    """`AsyncCollector` under its name in older examples."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        warnings.warn("aSyncDataCollector is called AsyncCollector now", DeprecationWarning, stacklevel=2)
+        super().__init__(*args, **kwargs)
+
+
+class RayCollector(RemoteCollector):
+    """Iterates over the batches of collectors in the processes of a Ray cluster, or fills a replay buffer with them.
+
+    `create_env_fn` makes the environment, or is one, in each process; a list has one for each collector, and otherwise
+    there are `num_collectors` (default: 1). `policy_factory`, `collector_kwargs`, `remote_configs` and devices may be
+    lists too. Each process has a `collector_class`; the default is LLMCollector for a language environment, where
+    `frames_per_batch` counts turns, and else Collector, with `num_workers_per_collector` copies of the environment in
+    step; it may be AsyncCollector. `options` are its arguments, such as `trust_policy`, `device`, `storing_device`,
+    `env_device`, `policy_device`, `max_frames_per_traj`, `reset_at_each_iter`, `exploration_type` and
+    `weight_updater`; `collector_kwargs` are too, and override them. All are sent by cloudpickle.
+
+    With `sync` a batch joins a part of every collector, `frames_per_batch` in all; otherwise it is the first batch
+    that is ready, of one collector, and the others go on meanwhile. Iteration ends once at least `total_frames` are
+    delivered (-1: never). `split_trajs` and `postproc` are applied to the whole batch, here. With `replay_buffer`
+    batches go there and iteration yields None; `start` fills it from a thread of its own.
+
+    Worker i numbers draws and trajectories from i * 10**12 on, so that no two workers have a group of one number;
+    `set_seed` gives each worker the seed that the one before has returned, so that their draws differ.
+    `update_policy_weights_` sends the weights as one copy a machine, or with a `weight_sync_schemes` of
+    `{"policy": RayWeightSyncScheme(adapter=True)}` the adapter alone, and raises the version once all have answered;
+    nothing is sent before the first call. With `update_after_each_batch` a batch's workers are updated before they
+    begin another one, with `max_weight_update_interval` those that have delivered more than this many batches since
+    their last update; they get the weights that were sent last, or else those of `policy`.
+
+    `ray_init_config` goes to `ray.init` if Ray does not run yet; without it a running cluster is used, or else one
+    is started here. `remote_configs` go to `ray.remote` for each actor; the default is one CPU, 2 GiB, and 0.2 GPUs if
+    the cluster has any. Each worker has `place_seconds` to find a place, and each answer `wait_seconds`. An error in a
+    worker is raised here with its traceback and its name as notes; a lost one is a PolicyError that names it. Raises
+    TypeError for arguments that have no effect, ValueError for frames that cannot be split, MissingExtraError without
+    ray.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        init_random_frames: int | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        split_trajs: bool | None = False,
+        collector_class: type[Any] | None = None,
+        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        num_workers_per_collector: int = 1,
+        sync: bool = False,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        num_collectors: int | None = None,
+        update_after_each_batch: bool = False,
+        max_weight_update_interval: int = -1,
+        replay_buffer: Any = None,
+        weight_sync_schemes: Mapping[str, RayWeightSyncScheme] | None = None,
+        weight_recv_schemes: Mapping[str, RayWeightSyncScheme] | None = None,
+        track_policy_version: bool | PolicyVersion = False,
+        batches_ahead: int | None = 2,
+        place_seconds: float = 300.0,
+        wait_seconds: float = 600.0,
+        **options: Any,
+    ) -> None:
+        count = num_collectors or max(_length(create_env_fn), _length(policy_factory))
+        shares = count if sync else 1
+        if frames_per_batch % shares:
+            raise ValueError(
+                f"frames_per_batch={frames_per_batch} cannot be split over {count} collectors: give a multiple, or "
+                "sync=False, where each collects all of them"
+            )
+        if init_random_frames and init_random_frames > 0:
+            options["init_random_frames"] = ceil(init_random_frames / shares)
+        self._build = partial(
+            built_collector, frames_per_batch=frames_per_batch // shares, collector_class=collector_class
+        )
+        self._options = options | {"track_policy_version": track_policy_version is not False}
+        self._given: dict[str, Any] = {
+            "policy": policy,
+            "policy_factory": policy_factory,
+            "collector_kwargs": collector_kwargs,
+            "remote_configs": remote_configs,
+        }
+        self._ray = ray = cluster.connect(**(ray_init_config or {}))
+        self._plans: dict[int, Plan] = {}
+        plans, copies = self._plans, cluster.Copies(ray)
+
+        def new_worker(number: int) -> cluster.RayWorker:
+            plan, config = plans[number]
+            return cluster.RayWorker(
+                ray,
+                lambda folder: partial(CollectorWorker, number, plan),
+                None,
+                name=f"worker {number} of the RayCollector",
+                options=config,
+                environment=threads(config["num_cpus"]),
+                copies=copies,
+                place_seconds=place_seconds,
+            )
+
+        scheme = (weight_sync_schemes or {MODEL_ID: RayWeightSyncScheme()})[MODEL_ID]
+        super().__init__(
+            new_worker,
+            policy,
+            replay_buffer,
+            wait_seconds=wait_seconds,
+            frames_per_batch=frames_per_batch,
+            batches_ahead=batches_ahead,
+            postproc=postproc,
+            tracked=track_policy_version,
+            adapter=scheme.adapter,
+            total_frames=total_frames,
+            joins=sync,
+            update_interval=0 if update_after_each_batch else max_weight_update_interval,
+        )
+        self.split_trajs = bool(split_trajs)
+        self._add(create_env_fn, count, copies=num_workers_per_collector, **self._given)
+        if split_trajs and self.plays_conversations:
+            self.shutdown()
+            raise TypeError("split_trajs has no effect on conversations: give yield_completed_trajectories=True")
+        if weight_recv_schemes is not None:
+            self.register_scheme_receiver(weight_recv_schemes)
+
+    def _add(
+        self,
+        create_env_fn: Any,
+        count: int,
+        *,
+        copies: int,
+        policy: Any,
+        policy_factory: Any,
+        collector_kwargs: Any,
+        remote_configs: Any,
+    ) -> None:
+        """Start `count` workers, each with its own entry of the arguments that are lists, devices too.
+
+        Raises PolicyError if one finds no place in time, TypeError for a part that cannot be sent, and what building
+        raises; all of them are ended then.
+        """
+        defaults = {**DEFAULTS, "num_gpus": GPU_SHARE if cluster.has_gpus(self._ray) else 0}
+        first = len(self._players.seats)
+        for i in range(count):
+            options = {**self._options, **{name: _own(self._options.get(name), i) for name in DEVICES}}
+            options |= _own(collector_kwargs, i) or {}
+            places = [options["device"] if options[name] is None else options[name] for name in DEVICES[1:]]
+            self._storing_devices[first + i], _, self._policy_devices[first + i] = map(one_device, places)
+            options["storing_device"] = "cpu"  # there, from where batches are sent
+            config = defaults | (_own(remote_configs, i) or {})
+            if config.pop("max_restarts", 0):
+                raise TypeError("remote_configs has max_restarts: a restarted collector has lost its state")
+            env = partial(worker_env, _own(create_env_fn, i), first + i, copies)
+            parts = {"create_env_fn": env, "policy": policy, "policy_factory": _own(policy_factory, i)}
+            self._plans[first + i] = pickled(parts | options, partial(self._build, **parts, options=options)), config
+        self._start(count)
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The workers, in the order of their numbers: `worker.call("call", path, ...)` is `cascade_execute` there."""
+        return [seat.process for seat in self._players.seats]
+
+    def add_collectors(
+        self,
+        create_env_fn: Any,
+        num_envs: int = 1,
+        policy: Any = None,
+        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Add a collector for each of `create_env_fn`, of `num_envs` copies of it in step; also while iterating.
+
+        Defaults are those of the others, and each collects as many frames as one of them. Weights that were sent
+        before are sent to all again, as a new version. Raises as the constructor does.
+        """
+        self._check_open("add collectors to")
+        given = {"collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
+        given = self._given | {name: value for name, value in given.items() if value is not None}
+        if policy is not None:
+            given |= {"policy": policy, "policy_factory": None}
+        with self._sending:
+            self._add(create_env_fn, _length(create_env_fn), copies=num_envs, **given)
+            if self._sent is not None:
+                self._send(self._sent, self._players.seats)
+
+    # State and end
+
+    def state_dict(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The state of each worker's collector, with its batch that was not delivered yet."""
+        return self._states()
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], strict: bool = True
+    ) -> None:
+        """Continue from `state_dict`: a list has one state for each worker, a single one is for all.
+
+        Raises ValueError for a list of another length.
+        """
+        count = len(self._players.seats)
+        self._load_states([state_dict] * count if isinstance(state_dict, Mapping) else list(state_dict), strict)
+
+    def shutdown(self, timeout: float | None = None, shutdown_ray: bool = False) -> None:  # type: ignore[override]
+        """Close every worker's collector and end the workers; with `shutdown_ray` leave the cluster, or end it.
+
+        They have `timeout` seconds (None: 20) before they are killed. A second call does nothing. Raises an error that
+        was not raised yet. `shutdown_ray` ends all actors that this process has started, buffers included.
+        """
+        try:
+            super().shutdown(timeout)
+        finally:
+            if shutdown_ray:
+                self._ray.shutdown()
+
+    async def async_shutdown(self, shutdown_ray: bool = False) -> None:  # type: ignore[override]
+        """`shutdown`, without blocking the event loop."""
+        await asyncio.to_thread(self.shutdown, None, shutdown_ray)
+
+
+class RayLLMCollector(RayCollector):
+    """Iterates over batches of dialog turns of `num_collectors` LLMCollectors, each in a process of a Ray cluster.
+
+    `env` and `policy_factory` are called there, and a list has one for each. With `sync_iter` a batch has
+    `dialog_turns_per_batch`, a part of each collector; without, it is the first that is ready, of that many turns of
+    one collector. `total_dialog_turns` is a lower bound. Each has `num_cpus` CPUs, and its engine as many
+    threads, and `num_gpus` GPUs (None: 0.2 if the cluster has any), unless `remote_configs` (or `remote_config`) says
+    otherwise. `options` are LLMCollector's further arguments (`yield_only_last_steps`,
+    `yield_completed_trajectories`, `reset_at_each_iter`, `flatten_data`, `track_policy_version`, `begin_ahead`,
+    `verbose`, ...), and RayCollector's (`postproc`, `replay_buffer`, `weight_updater`, `batches_ahead`,
+    `wait_seconds`, `place_seconds`, `ray_init_config`, `weight_sync_schemes`, ...). All else is as in RayCollector.
+
+    Raises TypeError for both or neither of `policy` and `policy_factory`, and as RayCollector does.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase | Callable[[], EnvBase] | Sequence[Callable[[], EnvBase]],
+        *,
+        policy: Any = None,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        total_dialog_turns: int = -1,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        sync_iter: bool = True,
+        num_cpus: float = 1,
+        num_gpus: float | None = None,
+        num_collectors: int | None = None,
+        **options: Any,
+    ) -> None:
+        if (policy is None) == (policy_factory is None):
+            raise TypeError("RayLLMCollector takes exactly one of policy and policy_factory")
+        given = remote_configs if remote_configs is not None else remote_config or {}
+        own = {"num_cpus": num_cpus} | ({} if num_gpus is None else {"num_gpus": num_gpus})
+        count = num_collectors or max(_length(env), _length(policy_factory))
+        super().__init__(
+            env,
+            policy,
+            policy_factory=policy_factory,
+            frames_per_batch=dialog_turns_per_batch or (count if sync_iter else 1),
+            total_frames=total_dialog_turns,
+            collector_class=LLMCollector,
+            sync=sync_iter,
+            remote_configs=own | dict(given) if isinstance(given, Mapping) else [own | dict(each) for each in given],
+            num_collectors=count,
+            **options,
+        )
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Turns in a batch, each collector's part rounded up to its environment's size."""
+        parts = list(self._batches.frames.values())
+        return sum(parts) if self._batches.joins else parts[0]
+
+    def get_policy_model(self) -> list[Any]:
+        """The workers that sample: see `remote_collectors`."""
+        return self.remote_collectors

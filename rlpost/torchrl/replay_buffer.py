@@ -35,6 +35,8 @@ class ReplayBuffer(Groups[TensorDictBase]):
     [0, 0]
     """
 
+    holds_groups = True  # which are taken once, while frames stay
+
     def __init__(
         self,
         *,

@@ -1,14 +1,10 @@
-"""How the trainer's weights reach a policy: a WeightUpdater here, a WeightSyncScheme to workers elsewhere.
-
-They alone write a policy's version, once all of its weights have arrived.
-"""
+"""How the trainer's weights reach a policy: a WeightUpdater, which alone writes its version once all have arrived."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
@@ -149,72 +145,3 @@ def _weights_of(source: WeightSource) -> Mapping[str, torch.Tensor]:
     if isinstance(source, Mapping):
         return source
     raise TypeError(f"weights come from a module, a TensorDict or a mapping, not from {type(source).__name__}")
-
-
-# Schemes: from the process that trains to the workers that sample
-
-
-class WeightReceiver(ABC):
-    """A worker's side of a scheme: notes the weights on offer; `receive` has the collector load them."""
-
-    def __init__(self) -> None:
-        self._offered: tuple[Any, PolicyVersionLabel] | None = None
-
-    def offer(self, content: Any, version: PolicyVersionLabel) -> None:
-        """Note weights of `version`, which `receive` brings; `content` is what the sender offers."""
-        self._offered = (content, version)
-
-    def receive(self, collector: Any, model_id: str = MODEL_ID) -> None:
-        """Bring the last offer to `collector`, once; does nothing without one."""
-        offered, self._offered = self._offered, None
-        if offered is not None:
-            self.bring(collector, model_id, *offered)
-
-    def place(self) -> Any:
-        """The place of this worker, as the sender needs it."""
-        return None
-
-    @abstractmethod
-    def bring(self, collector: Any, model_id: str, content: Any, version: PolicyVersionLabel) -> None:
-        """Have `collector` load the weights of `content` as `version`."""
-
-
-class Worker(NamedTuple):
-    """A worker as the sender's side of a scheme sees it."""
-
-    identity: Any  # differs from every other worker's
-    place: Any  # of its receiver
-
-
-class WeightSyncScheme(ABC):
-    """The sender's side, in the process that trains; `receiver` makes each worker's side.
-
-    In a push `offered` makes the weights ready, each worker gets its offer and receives, and meanwhile `transmit`
-    sends what the offers do not contain.
-    """
-
-    @abstractmethod
-    def receiver(self) -> WeightReceiver:
-        """A receiver for a worker to register (`register_scheme_receiver`). It can be pickled."""
-
-    @abstractmethod
-    def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> AbstractContextManager[Mapping[int, Any]]:
-        """A block in which the weights of `source` are ready for `workers`; yields the offer to each."""
-
-    def transmit(self, source: WeightSource) -> None:  # noqa: B027  offers may contain all
-        """Send the weights of `source` while the workers receive."""
-
-    def close(self) -> None:  # noqa: B027  not every scheme has something of its own
-        """Release resources."""
-
-
-class WorkersFailed(PolicyError):
-    """A push did not reach these workers. `reasons` are by their numbers; all others have the new weights."""
-
-    def __init__(self, reasons: Mapping[int, str], others: Sequence[int]) -> None:
-        listed = "; ".join(f"worker {number}: {reason}" for number, reason in sorted(reasons.items()))
-        rest = f"workers {', '.join(map(str, sorted(others)))} have them" if others else "no worker has them"
-        super().__init__(
-            f"weights did not reach {len(reasons)} of {len(reasons) + len(others)} workers ({listed}); {rest}"
-        )
-        self.reasons = dict(reasons)

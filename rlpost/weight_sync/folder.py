@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,3 +59,25 @@ class FolderUpdater(WeightUpdater):
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
         assert isinstance(policy, RemotePolicy)
         self.send(policy, source, self.new_version)
+
+
+class RayWeightSyncScheme:
+    """How a `RayCollector` sends weights: one folder in shared memory on each host, which all its workers load.
+
+    With `adapter` it is the adapter alone, for workers whose engine applies one (vLLM with `adapter_rank`). A collector
+    that registers the scheme as its receiver loads the folder that it is offered.
+    """
+
+    def __init__(self, *, adapter: bool = False) -> None:
+        self.adapter = adapter
+        self._offered: tuple[Path, PolicyVersionLabel] | None = None
+
+    def offer(self, folder: Path, version: PolicyVersionLabel) -> None:
+        """Note the weights of `version`, which `receive` brings."""
+        self._offered = (folder, version)
+
+    def receive(self, collector: Any) -> None:
+        """Have `collector` load the last offer, once; does nothing without one."""
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            collector.take_up(*offered, adapter=self.adapter)

@@ -18,11 +18,11 @@ class Here:
     failure = None
     name = "the collector's process"
 
-    def __init__(self, build: Any) -> None:
+    def __init__(self, build: Any, **how: Any) -> None:
         self.build = cloudpickle.dumps(build)
         self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
-    def start(self) -> Self:
+    def start(self, seconds: float) -> Self:
         self.object = cloudpickle.loads(self.build)()
         threading.Thread(target=lambda: [each() for each in iter(self.work.get, None)], daemon=True).start()
         return self
@@ -42,6 +42,18 @@ class Here:
     def submit(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
         arguments, named = copied((arguments, named))
         return self.in_main_thread(lambda: copied(getattr(self.object, method)(*arguments, **named)))
+
+    def call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
+        return self.submit(method, *arguments, **named).result(seconds)
+
+    def bring(self, folder: Any) -> Any:
+        return folder
+
+    def release_copy(self, folder: Any) -> None:
+        pass
+
+    def close(self, seconds: float = 0.0) -> None:
+        self.work.put(None)
 
     def kill(self, why: str) -> None:
         self.work.put(None)
