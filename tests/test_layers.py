@@ -37,7 +37,7 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 # package -> the files that may import it, as glob patterns under rlpost/
 DOORS = {
     "vllm": ["policies/vllm*.py", "weight_sync/vllm.py", "tools/parsers.py"],
-    "ray": ["remote/cluster.py", "torchrl/ray*.py", "torchrl/vllm_devices.py", "weight_sync/ray.py"],
+    "ray": ["remote/cluster.py"],
     "datasets": ["data/datasets.py"],
     "peft": ["model/lora.py"],
     "bitsandbytes": ["model/optim.py"],

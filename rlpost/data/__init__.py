@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlpost.torchrl.frames import LazyTensorStorage as LazyTensorStorage
     from rlpost.torchrl.frames import MultiStep as MultiStep
     from rlpost.torchrl.frames import split_trajectories as split_trajectories
-    from rlpost.torchrl.ray_buffer import RayReplayBuffer as RayReplayBuffer
+    from rlpost.torchrl.replay_buffer import RayReplayBuffer as RayReplayBuffer
     from rlpost.torchrl.replay_buffer import ReplayBuffer as ReplayBuffer
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)

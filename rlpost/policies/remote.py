@@ -36,6 +36,7 @@ class RemotePolicy(Policy):
     `weights_dtype`, that of the engine; None: in their own.
     """
 
+    model: Any = None  # of collectors: the module whose weights are sent by default
     shares_weights = False
     pushes = "weight_sync.folder:FolderUpdater"
 

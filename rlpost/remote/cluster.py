@@ -60,6 +60,12 @@ def ray_for(needed_for: str) -> Any:
     return ray
 
 
+def joined(needed_for: str, init: Mapping[str, Any] | None) -> Any:
+    """The module ray, connected to a cluster: as it is already, or else with the arguments `init` of `ray.init`."""
+    ray = ray_for(needed_for)
+    return ray if ray.is_initialized() else connect(**(init or {}))
+
+
 def connect(
     address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpus: Collection[int] = (), **init: Any
 ) -> Any:
@@ -255,6 +261,32 @@ def differences(nodes: Sequence[NodeReport], here: Mapping[str, str]) -> list[st
             if mine != other:
                 problems.append(f"{node.name} ({node.address}) has {name} {other}, this machine {mine}")
     return problems
+
+
+class Actor:
+    """An actor that any process of the cluster may call, by its `handle`."""
+
+    def __init__(self, ray: Any, handle: Any, name: str) -> None:
+        self.name = name
+        self.handle = handle
+        self._ray = ray
+
+    def call(self, method: str, *arguments: Any, seconds: float) -> Any:
+        """Call a method and wait. Raises its error, NotReady after `seconds`, PolicyError if the actor is lost."""
+        try:
+            return self._ray.get(getattr(self.handle, method).remote(*arguments), timeout=seconds)
+        except self._ray.exceptions.GetTimeoutError:
+            raise NotReady(
+                f"waited {seconds:g} s for {method} of {self.name}: it is too busy, or found no place, and "
+                f"{what_there_is(self._ray)}"
+            ) from None
+        except self._ray.exceptions.RayActorError as error:
+            raise PolicyError(f"{self.name} was lost: {first_line(error)}") from error
+
+    def kill(self) -> None:
+        """End the actor at once."""
+        with suppress(Exception):  # it may be gone already
+            self._ray.kill(self.handle)
 
 
 # A process somewhere in the cluster

@@ -112,7 +112,7 @@ class CollectorWorker:
     """
 
     def __init__(self, number: int, plan: bytes) -> None:
-        torch.set_num_threads(int(os.environ[THREADS]))
+        torch.set_num_threads(int(os.environ.get(THREADS, 1)))
         self.number = number
         self.collector = cloudpickle.loads(plan)()
         self.collector.worker_idx = number
@@ -180,122 +180,17 @@ class NumberedApart(Transform):
 # In the owner's process
 
 
-class Batches:
-    """Has each worker collect one batch, and the next one as soon as that is delivered.
-
-    With `joins` a batch of every worker is delivered at once, and the next ones begin when they are asked for;
-    otherwise it is the first that is ready. With `update_interval` >= 0 a worker that has delivered more batches than
-    that since its last update begins none while it is `due`. Nothing begins before the first `take`, and at a worker
-    that has raised an error before the next one.
-    """
-
-    def __init__(
-        self, players: Players, *, wait_seconds: float, total_frames: int, joins: bool, update_interval: int
-    ) -> None:
-        self.players = players
-        self.wait_seconds = wait_seconds
-        self.total_frames = total_frames
-        self.joins = joins
-        self.update_interval = update_interval
-        self.frames: dict[int, int] = {}  # in a batch of each worker
-        self.delivered: Counter[int] = Counter()  # turns or frames, by worker
-        self.since_update: Counter[int] = Counter()  # batches delivered since the last update, by worker
-        self.due: list[int] = []  # workers to update before they begin another batch
-        self.begun: dict[int, Future[TensorDictBase]] = {}  # by worker, until it is delivered
-        self._lock = threading.RLock()
-        self._held = 0  # blocks of `held`
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether the total is not reached yet."""
-        return self.total_frames < 0 or self.delivered.total() < self.total_frames
-
-    @property
-    def loss(self) -> PolicyError | None:
-        """The error that names the first worker that was lost."""
-        failures = (seat.process.failure for seat in self.players.seats)
-        return next((failure for failure in failures if failure is not None), None)
-
-    def check(self) -> None:
-        """Raise `loss`, if there is one."""
-        if (loss := self.loss) is not None:
-            raise loss
-
-    def take(self) -> dict[int, TensorDictBase]:
-        """The next batch of every worker, or of the first that is ready, by worker.
-
-        Raises the error of a batch, the loss of a worker, PolicyError if no batch comes in time, and RuntimeError if
-        none has come inside a block of `held`.
-        """
-        with self._lock:
-            self.check()
-            self._begin()
-            if len(self.begun) < (len(self.frames) if self.joins else 1):
-                raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
-            self._wait("a batch", FIRST_EXCEPTION if self.joins else FIRST_COMPLETED)
-            ready = [number for number, batch in self.begun.items() if batch.done()]
-            chosen = sorted(ready) if self.joins else ready[:1]
-            batches = {number: self.begun.pop(number).result() for number in chosen}
-            for number, batch in batches.items():
-                self.delivered[number] += batch.numel()
-                self.since_update[number] += 1
-                if 0 <= self.update_interval < self.since_update[number]:
-                    self.due.append(number)
-            if not self.joins:
-                self._begin()
-            return batches
-
-    def _begin(self) -> None:
-        """Begin a batch at each worker that has none and is not due, as long as more are wanted."""
-        for number in () if self._held else self.frames.keys() - self.begun.keys() - set(self.due):
-            expected = self.delivered.total() + sum(self.frames[n] for n in self.begun)
-            if self.joins or self.total_frames < 0 or expected < self.total_frames:
-                self.begun[number] = self.players.seats[number].process.submit("next")
-
-    def _wait(self, waited_for: str, until: str) -> None:
-        """Wait for the batches that were begun, all or one. Raises the error of a batch, once, or PolicyError."""
-        done, late = wait(self.begun.values(), self.wait_seconds, until)
-        for number, batch in list(self.begun.items()):
-            if batch in done and (error := batch.exception()) is not None:
-                del self.begun[number]
-                raise error
-        if late and (until != FIRST_COMPLETED or not done):
-            names = ", ".join(self.players.seats[n].process.name for n, batch in self.begun.items() if batch in late)
-            raise PolicyError(
-                f"waited {self.wait_seconds:.0f} s for {waited_for} of {names}: the policy or the environment may hang"
-            )
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """A block in which no worker collects; waits for the batches in flight first. Raises as `take` does."""
-        with self._lock:
-            self.check()
-            self._wait("the batch in flight", ALL_COMPLETED)
-            self._held += 1
-            try:
-                yield
-            finally:
-                self._held -= 1
-
-    def forget(self) -> None:
-        """Discard the batches that were not delivered; inside a block of `held`."""
-        self.begun.clear()
-        self.due.clear()
-
-
-class ElsewherePolicy(RemotePolicy):
-    """The policy of collectors in other processes, with the `model` whose weights it gets by default."""
-
-    model: torch.nn.Module | None = None
-
-
 class RemoteCollector(WeightsCollector):
     """A collector whose environments and policies are in the processes that `new_worker` makes, one a number from 0.
 
-    `tracked` is the constructor's `track_policy_version`; `how` is that of `Batches`.
+    Each worker collects one batch, and the next one as soon as that is delivered. With `joins` a batch of every worker
+    is delivered at once, and the next ones begin when they are asked for; otherwise it is the first that is ready. With
+    `update_interval` >= 0 a worker that has delivered more batches than that since its last update begins none before
+    it is updated. Nothing begins before the first batch is asked for. `tracked` is the constructor's
+    `track_policy_version`.
     """
 
-    policy: ElsewherePolicy
+    policy: RemotePolicy
     weight_updater: FolderUpdater
     split_trajs = False
 
@@ -307,42 +202,51 @@ class RemoteCollector(WeightsCollector):
         *,
         wait_seconds: float,
         frames_per_batch: int,
+        total_frames: int,
         batches_ahead: int | None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None,
         tracked: bool | PolicyVersion,
+        joins: bool,
+        update_interval: int,
         adapter: bool = False,
-        **how: Any,
     ) -> None:
         super().__init__(cast(EnvBase, None), replay_buffer, wait_seconds=wait_seconds)  # it has its envs elsewhere
         self.frames_per_batch = frames_per_batch
+        self.total_frames = total_frames
         self.batches_ahead = batches_ahead
         self.postproc = postproc
-        self._players = Players(new_worker, 0)
-        self._batches = Batches(self._players, wait_seconds=wait_seconds, **how)
-        self.total_frames = self._batches.total_frames
+        self._joins = joins
+        self._update_interval = update_interval
+        self._players = players = Players(new_worker, 0)
         self._storing_devices: dict[int, torch.device | None] = {}  # of each worker's batches, here
         self._policy_devices: dict[int, torch.device | None] = {}
+        self._frames: dict[int, int] = {}  # in a batch of each worker
+        self._delivered: Counter[int] = Counter()  # turns or frames, by worker
+        self._since_update: Counter[int] = Counter()  # batches delivered since the last update, by worker
+        self._due: list[int] = []  # workers to update before they begin another batch
+        self._begun: dict[int, Future[TensorDictBase]] = {}  # by worker, until it is delivered
+        self._paused = 0  # blocks of `pause`
+        self._lock = threading.RLock()  # of all these
         self._sending = threading.RLock()  # of weights
         self._sent: WeightSource | None = None  # the weights that were sent last
-        self.policy = ElsewherePolicy(self._players, None, sampling=SamplingSettings(), pushes_adapter=adapter)
-        model = policy if isinstance(policy, torch.nn.Module) else getattr(policy, "model", None)
-        self.policy.model = model if isinstance(model, torch.nn.Module) else None
+        self.policy = RemotePolicy(players, None, sampling=SamplingSettings(), pushes_adapter=adapter)
         self.policy.version = getattr(policy, "version", 0)
+        self.policy.model = policy if isinstance(policy, torch.nn.Module) else getattr(policy, "model", None)
         self.weight_updater = FolderUpdater(self.policy)
         self.policy_version_tracker = PolicyVersion() if tracked is True else tracked or None
         if self.policy_version_tracker is not None:
             begin_versions(self.policy, self.policy_version_tracker)
-        self._newest = self._players.first_version = self.policy.version
+        self._newest = players.first_version = self.policy.version  # the last that a worker may have
 
     def _start(self, count: int) -> None:
         """Start `count` more workers. If one cannot be built none is kept: raises what building raises."""
         for seat in self._players.add(count):
             about = seat.process.call("about", seconds=self.wait_seconds)
-            self._batches.frames[seat.number], self.plays_conversations = about
+            self._frames[seat.number], self.plays_conversations = about
 
     def _call(self, method: str, *args: Any, seats: Sequence[Seat] | None = None, **kwargs: Any) -> list[Any]:
         """Call a method, named by its path, of the collectors in `seats` (None: all) side by side; their results."""
-        self._batches.check()
+        self._check_alive()
         chosen = self._players.seats if seats is None else seats
 
         def call(seat: Seat) -> Any:
@@ -352,17 +256,71 @@ class RemoteCollector(WeightsCollector):
             return list(pool.map(call, chosen))
 
     @property
+    def _loss(self) -> PolicyError | None:
+        """The error that names the first worker that was lost."""
+        return next((loss for seat in self._players.seats if (loss := seat.process.failure) is not None), None)
+
+    def _check_alive(self) -> None:
+        if (loss := self._loss) is not None:
+            raise loss
+
+    # Batches
+
+    @property
     def wants_more(self) -> bool:
         """See `CollectorBase.wants_more`."""
-        return self._batches.wants_more
+        return self.total_frames < 0 or self._delivered.total() < self.total_frames
 
     def _collected(self) -> TensorDictBase:
+        """The next batch of every worker, or of the first that is ready; workers that are due get weights before.
+
+        Raises the error of a batch, the loss of a worker, PolicyError if no batch comes in time, and RuntimeError if
+        none has come inside a block of `pause`.
+        """
         source = self.policy.model if self._sent is None else self._sent
-        if self._batches.due and source is not None:
-            self._send(source, [self._players.seats[number] for number in self._batches.due])
-        self._batches.due.clear()
-        batch = self._joined(self._batches.take())
+        if self._due and source is not None:
+            self._send(source, [self._players.seats[number] for number in self._due])
+        self._due.clear()
+        with self._lock:
+            batch = self._joined(self._taken())
         return postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
+
+    def _taken(self) -> dict[int, TensorDictBase]:
+        self._check_alive()
+        self._begin()
+        if len(self._begun) < (len(self._frames) if self._joins else 1):
+            raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
+        self._wait("a batch", FIRST_EXCEPTION if self._joins else FIRST_COMPLETED)
+        ready = [number for number, batch in self._begun.items() if batch.done()]
+        batches = {n: self._begun.pop(n).result() for n in (sorted(ready) if self._joins else ready[:1])}
+        for number, batch in batches.items():
+            self._delivered[number] += batch.numel()
+            self._since_update[number] += 1
+            if 0 <= self._update_interval < self._since_update[number]:
+                self._due.append(number)
+        if not self._joins:
+            self._begin()
+        return batches
+
+    def _begin(self) -> None:
+        """Begin a batch at each worker that has none and is not due, as long as more are wanted."""
+        for number in () if self._paused else self._frames.keys() - self._begun.keys() - set(self._due):
+            expected = self._delivered.total() + sum(self._frames[n] for n in self._begun)
+            if self._joins or self.total_frames < 0 or expected < self.total_frames:
+                self._begun[number] = self._players.seats[number].process.submit("next")
+
+    def _wait(self, waited_for: str, until: str) -> None:
+        """Wait for the batches that were begun, all or one. Raises the error of a batch, once, or PolicyError."""
+        done, late = wait(self._begun.values(), self.wait_seconds, until)
+        for number, batch in list(self._begun.items()):
+            if batch in done and (error := batch.exception()) is not None:
+                del self._begun[number]
+                raise error
+        if late and (until != FIRST_COMPLETED or not done):
+            names = ", ".join(self._players.seats[n].process.name for n, batch in self._begun.items() if batch in late)
+            raise PolicyError(
+                f"waited {self.wait_seconds:.0f} s for {waited_for} of {names}: the policy or the environment may hang"
+            )
 
     def rollout(self) -> TensorDictBase:
         """One batch of all workers, collected now and returned, even with a buffer; others are delivered later."""
@@ -387,10 +345,16 @@ class RemoteCollector(WeightsCollector):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """See `CollectorBase.pause`; batches that have come already are delivered."""
+        """See `CollectorBase.pause`; waits for the batches in flight, which are delivered later."""
         self._check_open("use")
-        with super().pause(), self._batches.held():
-            yield
+        with super().pause(), self._lock:
+            self._check_alive()
+            self._wait("the batch in flight", ALL_COMPLETED)
+            self._paused += 1
+            try:
+                yield
+            finally:
+                self._paused -= 1
 
     # Weights
 
@@ -422,7 +386,7 @@ class RemoteCollector(WeightsCollector):
 
     def _send(self, source: WeightSource, seats: list[Seat]) -> None:
         """Send the weights of `source` to `seats`, and wait for all. Raises as `update_policy_weights_` does."""
-        self._batches.check()
+        self._check_alive()
         with self._sending:
             version = next_version(self._newest)
             try:
@@ -435,8 +399,8 @@ class RemoteCollector(WeightsCollector):
                 if reached:
                     self._newest, self._sent = version, source
                     self.policy.become(version)
-                    self._batches.since_update.update(dict.fromkeys(reached, 0))
-        self._batches.check()  # a worker may have been lost meanwhile
+                    self._since_update.update(dict.fromkeys(reached, 0))
+        self._check_alive()  # a worker may have been lost meanwhile
 
     def take_up(self, folder: Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
         """See `CollectorBase.take_up`: every worker loads the same folder."""
@@ -462,33 +426,41 @@ class RemoteCollector(WeightsCollector):
         Batches of another seed that were not delivered yet are discarded. With `static_seed` all have the same.
         """
         with self.pause():
-            self._batches.forget()
+            self._begun.clear()
             for seat in self._players.seats:
                 [seed] = self._call("set_seed", seed, static_seed, seats=[seat])
         return seed
 
-    def _states(self) -> list[dict[str, Any]]:
-        """The state of each collector, with its batch that was not delivered yet."""
+    def state_dict(self) -> Any:
+        """The state of each worker's collector, with its batch that was not delivered yet, in a list.
+
+        For conversations it is JSON-compatible; for frames it holds tensors.
+        """
         with self.pause():
             states = self._call("state_dict")
             for number, state in enumerate(states):
-                waiting = self._batches.begun.get(number)
+                waiting = self._begun.get(number)
                 plain = to_plain if self.plays_conversations else (lambda batch: batch)
                 state["waiting"] = None if waiting is None else plain(waiting.result())
-                state["delivered"] = self._batches.delivered[number]
+                state["delivered"] = self._delivered[number]
                 state["version"] = self.policy_version
             return states
 
-    def _load_states(self, states: Sequence[Mapping[str, Any]], strict: bool) -> None:
-        """Continue from a state for each collector."""
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        """Continue from `state_dict`: a list has one state for each worker, a single one is for all.
+
+        Batches that wait are discarded. Raises ValueError for a list of another length.
+        """
+        single = isinstance(state_dict, Mapping)
+        states = [state_dict] * len(self._players.seats) if single else state_dict
         with self.pause():
-            self._batches.forget()
+            self._begun.clear()
             for seat, state in zip(self._players.seats, states, strict=True):
                 inner = {name: value for name, value in state.items() if name not in OWN_STATE}
                 self._call("load_state_dict", inner, strict, seats=[seat])
-                self._batches.delivered[seat.number] = state["delivered"]
+                self._delivered[seat.number] = state["delivered"]
                 if (waiting := state["waiting"]) is not None:
-                    self._batches.begun[seat.number] = came = Future()
+                    self._begun[seat.number] = came = Future()
                     came.set_result(from_plain(waiting) if self.plays_conversations else waiting)
             self._newest = states[0]["version"]
             self.set_version(self._newest)
@@ -497,7 +469,7 @@ class RemoteCollector(WeightsCollector):
 
     def is_initialized(self) -> bool:
         """Whether batches can be collected: until `shutdown`, or the loss of a worker."""
-        return not self._is_shut_down and self._batches.loss is None
+        return not self._is_shut_down and self._loss is None
 
     def _stop(self, timeout: float | None, close_env: bool) -> None:
         """Close the collectors, with `close_env` their environments too, and end the processes with all they started.
@@ -506,20 +478,20 @@ class RemoteCollector(WeightsCollector):
         that was not raised yet.
         """
         seconds = END_SECONDS if timeout is None else timeout
-        if (loss := self._batches.loss) is not None:
+        if (loss := self._loss) is not None:
             log.warning("%s", loss)
         alive = [seat.process for seat in self._players.seats if seat.process.failure is None]
         try:
             super()._stop(timeout, close_env=False)
             with ThreadPoolExecutor(max(1, len(alive)), "rlpost-call") as pool:
                 list(pool.map(lambda worker: worker.call("finish", close_env, seconds=seconds), alive))
-            for batch in self._batches.begun.values():
+            for batch in self._begun.values():
                 batch.result(seconds)
         finally:
             self._players.close(seconds)
 
     def __del__(self) -> None:
-        if hasattr(self, "_batches"):  # a constructor may have failed before
+        if hasattr(self, "_players"):  # a constructor may have failed before
             for seat in self._players.seats:
                 seat.process.kill("was held by nobody any more")
         super().__del__()
@@ -645,20 +617,13 @@ class AsyncCollector(RemoteCollector):
         )
         self._storing_devices[0] = self._policy_devices[0] = storing
         self._start(1)
-        self.frames_per_batch = self._batches.frames[0]
+        self.frames_per_batch = self._frames[0]
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(num_threads or self._threads_before)
 
     def state_dict(self) -> dict[str, Any]:
-        """The collector's state, with its policy's and its environment's, and the batch that was not taken yet.
-
-        For conversations it is JSON-compatible; for frames it holds tensors.
-        """
-        return self._states()[0]
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Continue from `state_dict`; a batch that waits is discarded."""
-        self._load_states([state_dict], strict)
+        """The collector's state, with its policy's and its environment's, and the batch that was not taken yet."""
+        return super().state_dict()[0]
 
     def _stop(self, timeout: float | None, close_env: bool) -> None:
         torch.set_num_threads(self._threads_before)
@@ -753,7 +718,7 @@ class RayCollector(RemoteCollector):
             "collector_kwargs": collector_kwargs,
             "remote_configs": remote_configs,
         }
-        self._ray = ray = cluster.connect(**(ray_init_config or {}))
+        self._ray = ray = cluster.joined("RayCollector", ray_init_config)
         self._plans: dict[int, Plan] = {}
         plans, copies = self._plans, cluster.Copies(ray)
 
@@ -855,20 +820,6 @@ class RayCollector(RemoteCollector):
 
     # State and end
 
-    def state_dict(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The state of each worker's collector, with its batch that was not delivered yet."""
-        return self._states()
-
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], strict: bool = True
-    ) -> None:
-        """Continue from `state_dict`: a list has one state for each worker, a single one is for all.
-
-        Raises ValueError for a list of another length.
-        """
-        count = len(self._players.seats)
-        self._load_states([state_dict] * count if isinstance(state_dict, Mapping) else list(state_dict), strict)
-
     def shutdown(self, timeout: float | None = None, shutdown_ray: bool = False) -> None:  # type: ignore[override]
         """Close every worker's collector and end the workers; with `shutdown_ray` leave the cluster, or end it.
 
@@ -938,8 +889,8 @@ class RayLLMCollector(RayCollector):
     @property
     def dialog_turns_per_batch(self) -> int:
         """Turns in a batch, each collector's part rounded up to its environment's size."""
-        parts = list(self._batches.frames.values())
-        return sum(parts) if self._batches.joins else parts[0]
+        parts = list(self._frames.values())
+        return sum(parts) if self._joins else parts[0]
 
     def get_policy_model(self) -> list[Any]:
         """The workers that sample: see `remote_collectors`."""

@@ -1,17 +1,22 @@
-"""ReplayBuffer: whole groups of rows of TensorDicts, each taken once."""
+"""ReplayBuffer: whole groups of rows of TensorDicts, each taken once; RayReplayBuffer has one in a Ray actor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
+from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.ragged import ragged_rows
 from rlpost.data.replay_buffer import Groups
-from rlpost.errors import DataError
+from rlpost.errors import DataError, PolicyError
+from rlpost.remote.cluster import Actor, joined
 from rlpost.torchrl.batches import concat_rows, from_plain, places_of_each, row_of, rows_in_line, select_rows, to_plain
+from rlpost.torchrl.frames import FrameBuffer
 
+LOOK_SECONDS = 0.05  # between two looks for enough groups in an actor
 Transform = Any  # called with a batch, returns one or None; may have `counts`, `state_dict` and `load_state_dict`
 
 
@@ -146,3 +151,126 @@ def _check_one_group(number: int, waiting: TensorDictBase, new: TensorDictBase) 
                 f"group {number} would hold rows of two prompts ({key} {str(first)[:40]!r} and {str(second)[:40]!r}): "
                 "two collectors number their draws alike, so give each a buffer of its own"
             )
+
+
+class RayReplayBuffer:
+    """A `ReplayBuffer` of groups, or with `storage` a `FrameBuffer`, in a Ray actor; it may be sent to other actors.
+
+    It takes their arguments. Whole groups are taken once (`take`, which waits for what collectors write), frames are
+    drawn at random (`sample`).
+
+    `remote_config` goes to `ray.remote` (default: no CPU of its own), `ray_init_config` to `ray.init` if Ray does not
+    run yet. Every call waits `wait_seconds` at most. The actor ends with `close`, with the process that built it, or
+    once nobody holds it. Raises MissingExtraError without ray, PolicyError if the actor finds no place, has died, or
+    does not answer in time, and the errors of the buffer.
+    """
+
+    def __init__(
+        self,
+        *,
+        replay_buffer_cls: type[Any] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        wait_seconds: float = 600.0,
+        **options: Any,
+    ) -> None:
+        ray = joined("RayReplayBuffer", ray_init_config)
+        cls = replay_buffer_cls or (FrameBuffer if "storage" in options else ReplayBuffer)
+        self.wait_seconds = wait_seconds
+        self.holds_groups = getattr(cls, "holds_groups", False)
+        handle = ray.remote(**{"num_cpus": 0, **(remote_config or {})})(BufferActor).remote(cls, options)
+        self._actor = Actor(ray, handle, "the actor of the replay buffer, with what it held,")
+        try:
+            self._call("read", "write_count")
+        except BaseException:
+            self.close()
+            raise
+
+    def extend(self, batch: TensorDictBase) -> None:
+        """See `extend` of the buffer; returns once it is written."""
+        self._call("call", "extend", batch)
+
+    def add(self, row: TensorDictBase) -> None:
+        """Write one row or frame ()."""
+        self.extend(row.unsqueeze(0))
+
+    @property
+    def write_count(self) -> int:
+        """Rows or frames written since the buffer was built."""
+        return self._call("read", "write_count")
+
+    def sample(self, batch_size: int | None = None) -> TensorDictBase:
+        """See `FrameBuffer.sample`."""
+        return self._call("call", "sample", batch_size)
+
+    def take(
+        self,
+        num_groups: int,
+        max_policy_lag: int | None = None,
+        *,
+        policy_version: PolicyVersionLabel | None = None,
+        wait_seconds: float | None = None,
+    ) -> TensorDict:
+        """See `ReplayBuffer.take`: waits until enough groups were written, `wait_seconds` at most.
+
+        A group older than `max_policy_lag` pushes before `policy_version` is dropped and counted. Raises PolicyError if
+        too few groups come.
+        """
+        limit = self.wait_seconds if wait_seconds is None else wait_seconds
+        until = time.monotonic() + limit
+        while (batch := self._call("take", num_groups, max_policy_lag, policy_version)) is None:
+            if time.monotonic() > until:
+                raise PolicyError(
+                    f"waited {limit:g} s for {num_groups} groups, and the replay buffer holds {len(self)} "
+                    f"({self.write_count} rows were written): the collectors may have ended, or group_size or accept "
+                    "may turn down what they write"
+                )
+            time.sleep(LOOK_SECONDS)
+        return batch
+
+    def __len__(self) -> int:
+        return self._call("call", "__len__")
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the whole groups; of a buffer of frames the frames."""
+        return self._call("read", "num_rows") if self.holds_groups else len(self)
+
+    def take_counts(self) -> dict[str, float]:
+        """See `ReplayBuffer.take_counts`."""
+        return self._call("call", "take_counts")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `state_dict` of the buffer."""
+        return self._call("call", "state_dict")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `load_state_dict` of the buffer."""
+        self._call("call", "load_state_dict", state)
+
+    def close(self) -> None:
+        """End the actor and what it holds; a second call does nothing."""
+        self._actor.kill()
+
+    shutdown = close
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._actor.call(method, *args, seconds=self.wait_seconds)
+
+
+class BufferActor:
+    """The actor, which holds the buffer."""
+
+    def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
+        self.buffer = cls(**options)
+
+    def read(self, name: str) -> Any:
+        return getattr(self.buffer, name)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.buffer, method)(*args)
+
+    def take(self, num_groups: int, max_lag: int | None, version: PolicyVersionLabel | None) -> TensorDict | None:
+        """`num_groups` that are recent enough; None if there are fewer."""
+        self.buffer.drop_stale(version, max_lag)
+        return self.buffer.take(num_groups) if len(self.buffer) >= num_groups else None

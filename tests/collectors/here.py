@@ -19,7 +19,7 @@ class Here:
     name = "the collector's process"
 
     def __init__(self, build: Any, **how: Any) -> None:
-        self.build = cloudpickle.dumps(build)
+        self.build, self.how = cloudpickle.dumps(build), how
         self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def start(self, seconds: float) -> Self:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from talk import ONE_TURN, ROWS, make, next_of, talk
+from talk import ROWS, make, next_of, talk
 from tensordict import TensorDictBase
 
-from rlpost.data import ReplayBuffer
 from rlpost.envs import ChatEnv, DatasetChatEnv
 from rlpost.errors import CheckpointError, DataError, PolicyError
 from rlpost.policies.base import Policy
@@ -117,12 +116,3 @@ def test_numbers_and_order_after_a_seed_survive_a_checkpoint() -> None:
     assert batches[0]["group_id"].tolist() == batches[1]["group_id"].tolist() == [4, 5]
     assert list(batches[0]["query"]) == list(batches[1]["query"])
     assert resumed.policy.seed == 3
-
-
-def test_a_buffer_has_one_collector_at_a_time() -> None:
-    options: dict[str, Any] = {"dialog_turns_per_batch": 2, "replay_buffer": ReplayBuffer(group_size=2)}
-    first = make(talk(rows=ONE_TURN), **options)
-    with pytest.raises(RuntimeError, match="another collector"):
-        make(talk(rows=ONE_TURN), **options)
-    first.shutdown()
-    make(talk(rows=ONE_TURN), **options).collect()

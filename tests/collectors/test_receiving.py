@@ -17,8 +17,6 @@ from rlpost.model.weights import save_one_by_one
 from rlpost.policies import TransformersWrapper
 from rlpost.remote.exchange import exchange_folder
 from rlpost.settings import DType, ModelSettings, SamplingSettings
-from rlpost.weight_sync.base import WeightReceiver
-from rlpost.weight_sync.ray import RayWeightReceiver
 from tests.torchrl.counting import Counting
 
 
@@ -66,24 +64,16 @@ def test_without_weights_those_of_the_policys_own_model_are_received() -> None:
     assert weights_of(collector) == [2.0, 3.0]
 
 
-class Bringing(WeightReceiver):
-    """Brings what it was made with as soon as it is registered."""
-
-    def __init__(self, *offered: Any) -> None:
-        super().__init__()
-        self.offer(*offered)
-
-    def bring(self, collector: Any, model_id: str, content: Any, version: Any) -> None:
-        collector.take_up_model(model_id, content, version)
-
-
 def test_registering_synchronises_at_once_or_when_weights_are_received() -> None:
     at_once, later = frames(track_policy_version=True), frames(track_policy_version=True)
-    at_once.register_scheme_receiver({"policy": Bringing(GIVEN, 8)})
-    assert (weights_of(at_once), at_once.policy_version) == ([2.0, 3.0], 8)
-    later.register_scheme_receiver({"policy": Bringing(GIVEN, 8)}, synchronize_weights=False)
-    assert later.policy_version == 0
-    later.receive_weights()
+    with exchange_folder() as folder:
+        save_one_by_one(GIVEN.items(), folder)
+        for collector in (at_once, later):
+            scheme = RayWeightSyncScheme()
+            scheme.offer(folder, 8)
+            collector.register_scheme_receiver({"policy": scheme}, synchronize_weights=collector is at_once)
+        assert (weights_of(at_once), at_once.policy_version, later.policy_version) == ([2.0, 3.0], 8, 0)
+        later.receive_weights()
     later.receive_weights()  # nothing new was offered
     assert (weights_of(later), later.policy_version) == ([2.0, 3.0], 8)
 
@@ -94,37 +84,31 @@ def test_a_folder_becomes_the_version_that_the_sender_says() -> None:
         collector.register_scheme_receiver({"policy": RayWeightSyncScheme()})
         with exchange_folder() as folder:
             save_one_by_one(GIVEN.items(), folder)
-            collector.receive_offered({"policy": folder}, 6)
+            collector.cascade_execute("receiver_schemes['policy'].offer", folder, 6)
+            collector.receive_weights()
         assert collector.policy_version == 6
     assert language.rollout()["policy_version"].flatten().tolist() == [6, 6]
 
 
-def test_a_language_model_takes_up_weights_that_come_as_tensors(tiny_folder: Path, tiny_tokenizer: Any) -> None:
+def test_a_language_model_takes_up_the_weights_of_a_folder(tiny_folder: Path, tiny_tokenizer: Any) -> None:
     own = load_model(tiny_folder, ModelSettings(path=str(tiny_folder), dtype=DType.float32))
     policy = TransformersWrapper(own, tokenizer=tiny_tokenizer, sampling=SamplingSettings())
     collector = LLMCollector(talk(), policy=policy)
     doubled = {name: 2 * value for name, value in own.state_dict().items()}
-    collector.take_up(doubled, 4)
+    with exchange_folder() as folder:
+        save_one_by_one(doubled.items(), folder)
+        collector.take_up(folder, 4)
     assert collector.policy_version == 4
     assert all(torch.equal(value, doubled[name]) for name, value in own.state_dict().items())
 
 
-def test_another_module_has_weights_of_its_own() -> None:
-    collector = frames(track_policy_version=True)
-    collector.register_scheme_receiver({"policy.module": RayWeightReceiver()})
-    with exchange_folder() as folder:
-        save_one_by_one(GIVEN.items(), folder)
-        collector.receive_offered({"policy.module": folder}, 6)
-    assert (weights_of(collector), collector.policy_version) == ([2.0, 3.0], 0)
-
-
 def test_a_method_is_called_by_its_path() -> None:
     collector = frames()
-    collector.register_scheme_receiver({"policy": RayWeightReceiver()})
+    collector.register_scheme_receiver({"policy": RayWeightSyncScheme(adapter=True)})
     collector.env.lengths = {"a b": [[1], [2, 2]]}  # type: ignore[attr-defined]
     assert collector.cascade_execute("env.set_seed", 4, static_seed=True) == 4
     assert collector.env.first == 4  # type: ignore[attr-defined]
-    assert collector.cascade_execute("receiver_schemes['policy'].place") == RayWeightReceiver().place()
+    collector.cascade_execute("receiver_schemes['policy'].receive", collector)
     assert collector.cascade_execute("env.lengths['a b'][-1].count", 2) == 2
 
 

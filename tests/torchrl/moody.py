@@ -47,6 +47,9 @@ def half(tensordict: TensorDictBase) -> TensorDictBase:
 class Moody(Counting):
     """Raises where its first number is 660, and takes its time where that is 990."""
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def act(self, tensordict: TensorDictBase) -> Any:
         if self.first == 660:
             raise OSError("the simulator went away")

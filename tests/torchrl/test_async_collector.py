@@ -17,7 +17,6 @@ from processes import children, is_gone
 
 from rlpost.collectors import AsyncCollector, Collector
 from rlpost.errors import PolicyError
-from tests.collectors.here import wait_until
 from tests.collectors.talk import make as make_llm
 from tests.collectors.talk import scripted, talk, told
 
@@ -70,7 +69,7 @@ def begin() -> AsyncCollector:
 def frames(started: tuple[AsyncCollector, dict[str, Any]]) -> AsyncCollector:
     """A collector that has collected nothing."""
     collector, state = started
-    collector._batches.update_interval = -1
+    collector._update_interval = -1
     collector.set_seed(0)
     collector.load_state_dict(state)
     return collector
@@ -155,7 +154,7 @@ def test_weights_go_over_and_their_version_with_them(frames: AsyncCollector) -> 
 def test_weights_may_follow_each_batch(frames: AsyncCollector) -> None:
     model = frames.get_policy_model()
     frames.update_policy_weights_()
-    frames._batches.update_interval = 0  # as with update_at_each_batch
+    frames._update_interval = 0  # as with update_at_each_batch
     first: Any = frames.policy_version
     for i, batch in enumerate(frames):
         assert batch is not None
@@ -247,7 +246,7 @@ def test_what_takes_too_long_is_named_and_ended_by_force() -> None:
     threads = torch.get_num_threads()
     with begun() as frames:
         frames.set_seed(99)
-        frames._batches.wait_seconds = 0.1
+        frames.wait_seconds = 0.1
         with pytest.raises(PolicyError, match=r"0 s .*batch"):
             frames.next()
         with pytest.raises(PolicyError, match=r"0 s .*finish"):

@@ -14,7 +14,6 @@ from rlpost.collectors import AsyncCollector, Collector, LLMCollector, SharedWei
 from rlpost.data import ReplayBuffer
 from rlpost.envs.transforms import PolicyVersion
 from tests.collectors.here import Here, wait_until
-from tests.collectors.talk import make as make_llm
 from tests.collectors.talk import scripted, talk
 
 STARTED: list[Here] = []  # in place of processes, by this test
@@ -27,7 +26,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         return STARTED[-1]
 
     STARTED.clear()
-    monkeypatch.setattr("rlpost.torchrl.async_collector.WorkerProcess", start)
+    monkeypatch.setattr("rlpost.torchrl.remote_collector.WorkerProcess", start)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # there is here
 
 
@@ -179,8 +178,6 @@ def test_a_buffer_of_groups_is_filled_as_far_as_it_is_used() -> None:
     assert five_times() == following
     with pytest.raises(RuntimeError, match="background"):
         collector.next()
-    with pytest.raises(RuntimeError, match="another"):
-        make_llm(talk(), replay_buffer=buffer)
 
 
 # The end

@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from counting import Counting
+from moody import half
 
 from rlpost import imports
-from rlpost.collectors import Collector, RayCollector, RayLLMCollector
-from rlpost.data import RayReplayBuffer, ReplayBuffer
+from rlpost.collectors import RayCollector, RayLLMCollector
+from rlpost.data import RayReplayBuffer
 from rlpost.errors import MissingExtraError
 from rlpost.policies import make_vllm_worker
-from rlpost.torchrl.ray_collector import orders_of, worker_env
-from rlpost.torchrl.remote_collector import built_collector
-from rlpost.weight_sync.ray import WeightSender
+from rlpost.torchrl.remote_collector import worker_env
+from tests.collectors.here import Here
 from tests.collectors.talk import scripted, talk
 
+STARTED: list[Here] = []  # in place of the cluster's workers
 
-@pytest.mark.parametrize(
-    ("collector", "options", "error", "part"),
-    [
-        (RayCollector, {"remote_configs": {"max_restarts": 2}}, TypeError, "max_restarts"),
-        (RayCollector, {"remote_configs": {"lifetime": "detached"}}, TypeError, "lifetime"),
-        (RayCollector, {"remote_configs": {"max_concurrency": 4}}, TypeError, "max_concurrency"),
-        (RayCollector, {"no_such": 1}, TypeError, "no_such"),
-        (RayCollector, {"num_collectors": 3, "sync": True}, ValueError, "3 collectors"),
-        (RayLLMCollector, {"policy": None}, TypeError, "policy_factory"),
-        (RayLLMCollector, {"async_envs": True}, TypeError, "async_envs"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused_by_name(
-    collector: Any, options: dict[str, Any], error: type[Exception], part: str
-) -> None:
-    frames = {"create_env_fn": Counting, "frames_per_batch": 8}
-    turns = {"env": talk, "policy": scripted("a")}
-    with pytest.raises(error, match=part):
-        collector(**(frames if collector is RayCollector else turns) | options)
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(ray: Any, build_from: Any, folder: None, **how: Any) -> Here:
+        STARTED.append(Here(build_from(folder), **how))
+        return STARTED[-1]
+
+    STARTED.clear()
+    monkeypatch.setattr(
+        "rlpost.remote.cluster.joined", lambda needed_for, init: SimpleNamespace(cluster_resources=dict)
+    )
+    monkeypatch.setattr("rlpost.remote.cluster.RayWorker", start)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # there is here
+
+
+def test_arguments_that_cannot_be_are_refused_by_name(here: None) -> None:
+    with pytest.raises(TypeError, match="max_restarts"):
+        RayCollector(Counting, half, frames_per_batch=8, remote_configs={"max_restarts": 2})
+    with pytest.raises(TypeError, match="no_such"):
+        RayCollector(Counting, half, frames_per_batch=8, no_such=1)
+    with pytest.raises(ValueError, match="3 collectors"):
+        RayCollector(Counting, half, frames_per_batch=8, num_collectors=3, sync=True)
+    with pytest.raises(TypeError, match="policy_factory"):
+        RayLLMCollector(talk)
+    with pytest.raises(TypeError, match="split_trajs"):
+        RayLLMCollector(talk, policy=scripted("a"), split_trajs=True)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,27 +55,28 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         lambda: RayCollector(Counting, frames_per_batch=8),
         lambda: make_vllm_worker("", make_ray_worker=True),
         RayReplayBuffer,
-        lambda: WeightSender().send({"policy": torch.nn.Linear(1, 1)}, {0: ReplayBuffer()}),  # type: ignore[dict-item]
     ):
         with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):
             start()
 
 
-def test_each_worker_has_its_own_of_each_list() -> None:
-    devices = {"device": "cpu", "storing_device": ["meta", None], "env_device": None, "policy_device": ["meta", "cpu"]}
-    kwargs = [{"reset_when_done": False, "storing_device": "cpu"}, {"create_env_kwargs": {"size": 3}}]
-    configs = [{"num_cpus": 2}, {}]
-    build = partial(built_collector, frames_per_batch=4, collector_class=None)
-    made = orders_of([Counting] * 2, None, kwargs, configs, 2, build=build, options=devices)
-    plans, configs_made, members = zip(*made, strict=True)
-    assert [member.storing_device for member in members] == [torch.device("cpu")] * 2  # its own first; then `device`
-    assert [str(member.policy_device) for member in members] == ["meta", "cpu"]
-    assert [plan.keywords["options"].get("reset_when_done") for plan in plans] == [False, None]
-    assert list(configs_made) == [{"num_cpus": 2}, {}]
-    plans[1].keywords["options"] |= {"policy_device": None, "device": None}
-    collector = plans[1]()
-    assert isinstance(collector, Collector)
-    assert collector.env.batch_size == (3,)
+def test_each_worker_has_its_own_of_each_list(here: None) -> None:
+    collector = RayCollector(
+        [Counting] * 2,
+        half,
+        frames_per_batch=4,
+        device="cpu",
+        storing_device=["meta", None],
+        policy_device=["meta", "cpu"],
+        collector_kwargs=[{"reset_when_done": False, "policy_device": "cpu"}, {"create_env_kwargs": {"size": 3}}],
+        remote_configs=[{"num_cpus": 2}, {}],
+    )
+    first, second = (worker.object.collector for worker in STARTED)
+    assert (first.reset_when_done, second.reset_when_done) == (False, True)
+    assert second.env.batch_size == (3,)
+    assert [worker.how["options"]["num_cpus"] for worker in STARTED] == [2, 1]
+    assert {collector.next().device.type, collector.next().device.type} == {"meta", "cpu"}  # type: ignore[union-attr]
+    collector.shutdown()
 
 
 def test_several_copies_of_an_environment_are_played_in_step() -> None:

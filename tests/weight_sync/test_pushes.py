@@ -185,7 +185,7 @@ def test_updaters_and_what_loads_for_them_alone_write_a_version() -> None:
     # `become`, and how a run or a collector begins and goes on
     starts = ["policies/base.py", "policies/remote.py", "torchrl/remote_collector.py", "weight_sync/base.py"]
     assert files_with(assigned) == starts
-    torchrl = ["torchrl/async_collector.py", "torchrl/ray_collector.py"]
+    torchrl = ["torchrl/remote_collector.py"]
     loading = ["policies/scripted.py", "policies/transformers.py", "policies/vllm.py"]  # in `load_folder`
     # of a policy in another process: what the trainer's updater says there, and here
     assert files_with(becoming) == ["collectors/player.py", *loading, *torchrl, "weight_sync/base.py"]
