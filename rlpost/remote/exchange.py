@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import platform
 import shutil
 import tempfile
 import uuid
@@ -78,13 +77,6 @@ def _remove_exchange(folder: Path) -> None:
     for name in (folder.name, f"{folder.name}.part"):
         for place in (folder.parent, Path(tempfile.gettempdir())):
             shutil.rmtree(place / name, ignore_errors=True)
-
-
-def host_id() -> str:
-    """An id that is equal in all processes that see the same `memory_folder`, and in no other."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot.read_text().strip() if boot.exists() else platform.node()
-    return f"{machine}/{os.stat(memory_folder()).st_dev}"
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import ast
 import logging
 import re
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,18 +107,17 @@ class CollectorBase(ABC):
         return next(iter(self), None)
 
     def collect(self) -> None:
-        """Collect one more batch into the replay buffer, or wait for the next one of the background.
+        """Collect one more batch into the replay buffer, or wait for the one that the background collects.
 
         Raises RuntimeError without a buffer.
         """
         if self.replay_buffer is None:
             raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
-        if self._background is None:
-            self._check_foreground("collect with")
-            self.collect_round()
-        else:
-            self._background.check()
-            self._background.wait_for_round()
+        self._check_open("collect with")
+        before = self.replay_buffer.write_count
+        with nullcontext() if self._background is None else self._background.held():
+            if self.replay_buffer.write_count == before:
+                self.collect_round()
 
     def start(self) -> None:
         """Fill the replay buffer from a thread of its own, without end or up to `total_dialog_turns`.
@@ -143,8 +141,7 @@ class CollectorBase(ABC):
             collector = mine()
             return collector is None or not collector.is_ahead
 
-        name = "the batch that is collected in the background"
-        self._background = Background(work, name, self.wait_seconds, may_begin)
+        self._background = Background(work, may_begin, self.wait_seconds)
 
     def pause(self) -> AbstractContextManager[None]:
         """A block in which nothing is collected in the background; waits for the batch in flight first."""
@@ -408,31 +405,17 @@ def _reached(start: Any, path: str) -> Any:
 class Background:
     """Calls `work` repeatedly in a thread, until it returns False or raises, or `stop` is called.
 
-    A round begins if nobody holds the work, and `may_begin()` is true or somebody waits for a round.
-    An error of `work` is raised by the next call of `check`, `wait_for_round`, `held` or `stop`, in
-    their caller's thread. A wait of more than `wait_seconds` raises PolicyError, which names `work_name`.
+    A round begins if nobody holds the work and `may_begin()` is true. An error of `work` is raised by the next call of
+    `check`, `held` or `stop`, in their caller's thread. A wait of more than `wait_seconds` raises PolicyError.
     """
 
-    def __init__(
-        self,
-        work: Callable[[], bool],
-        work_name: str,
-        wait_seconds: float,
-        may_begin: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, work: Callable[[], bool], may_begin: Callable[[], bool], wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
-        self._work = work
-        self._name = work_name
-        self._may_begin = may_begin
-        self._changed = threading.Condition()  # guards everything below
-        self._rounds = 0  # ended so far
-        self._at_work = False
-        self._holders = 0
-        self._round_requested = False  # for a round even if `may_begin` is false
-        self._stopping = False
-        self._ended = False
+        self._turn = threading.RLock()  # of the round that runs, or of whoever holds the work
+        self._holders: list[int] = []  # threads that hold the work, or wait for it
+        self._stopping = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rlpost-collector", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work, may_begin), name="rlpost-collector", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -441,72 +424,50 @@ class Background:
         if failure is not None:
             raise failure
 
-    def wait_for_round(self) -> None:
-        """Wait until one more round has ended, or the last one has."""
-        with self._changed:
-            before = self._rounds
-            self._round_requested = True
-            self._changed.notify_all()
-            self._wait(lambda: self._rounds > before or self._ended, self.wait_seconds)
-        self.check()
-
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A block during which no round runs."""
-        with self._changed:
-            self._holders += 1
+        """A block during which no round runs; waits for the present one to end."""
+        thread = threading.get_ident()
+        self._holders.append(thread)
         try:
-            with self._changed:
-                self._wait(lambda: not self._at_work, self.wait_seconds)
-            self.check()
-            yield
+            if not self._turn.acquire(timeout=self.wait_seconds):
+                raise _late(self.wait_seconds)
+            try:
+                self.check()
+                yield
+            finally:
+                self._turn.release()
         finally:
-            with self._changed:
-                self._holders -= 1
-                self._changed.notify_all()
+            self._holders.remove(thread)
 
     def stop(self, timeout_seconds: float | None = None) -> None:
         """Begin no further round, and wait for the present one to end."""
+        seconds = self.wait_seconds if timeout_seconds is None else timeout_seconds
         self.tell_to_stop()
-        with self._changed:
-            self._wait(lambda: self._ended, self.wait_seconds if timeout_seconds is None else timeout_seconds)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise _late(seconds)
         self.check()
 
     def tell_to_stop(self) -> None:
         """Begin no further round; returns at once."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        self._stopping.set()
 
-    def _wait(self, until: Callable[[], bool], seconds: float) -> None:
-        began = time.monotonic()
-        if not self._changed.wait_for(until, seconds):
-            raise PolicyError(
-                f"waited {time.monotonic() - began:.0f} s for {self._name} to end: the policy or the environment may "
-                "hang"
-            )
-
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], bool], may_begin: Callable[[], bool]) -> None:
+        goes_on = True
         try:
-            while self._begin():
-                goes_on = self._work()
-                with self._changed:
-                    self._at_work = False
-                    self._rounds += 1
-                    self._changed.notify_all()
-                if not goes_on:
-                    break
+            while goes_on and not self._stopping.is_set():
+                if self._holders or not may_begin():
+                    self._stopping.wait(LOOK_SECONDS)
+                    continue
+                with self._turn:
+                    goes_on = work()
         except BaseException as error:  # noqa: BLE001  raised again in the thread that asks next
             self._failure = error
-        finally:
-            with self._changed:
-                self._at_work, self._ended = False, True
-                self._changed.notify_all()
 
-    def _begin(self) -> bool:
-        """Wait until a round may begin; False once `stop` was called."""
-        with self._changed:
-            while not (self._stopping or (not self._holders and (self._round_requested or self._may_begin()))):
-                self._changed.wait(LOOK_SECONDS)
-            self._at_work, self._round_requested = not self._stopping, False
-            return self._at_work
+
+def _late(seconds: float) -> PolicyError:
+    return PolicyError(
+        f"waited {seconds:.0f} s for the batch that is collected in the background to end: the policy or the "
+        "environment may hang"
+    )

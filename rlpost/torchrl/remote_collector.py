@@ -711,7 +711,8 @@ class RayCollector(RemoteCollector):
         self._build = partial(
             built_collector, frames_per_batch=frames_per_batch // shares, collector_class=collector_class
         )
-        self._options = options | {"track_policy_version": track_policy_version is not False}
+        tracked = (_own(collector_kwargs, 0) or {}).get("track_policy_version", track_policy_version)
+        self._options = options
         self._given: dict[str, Any] = {
             "policy": policy,
             "policy_factory": policy_factory,
@@ -744,7 +745,7 @@ class RayCollector(RemoteCollector):
             frames_per_batch=frames_per_batch,
             batches_ahead=batches_ahead,
             postproc=postproc,
-            tracked=track_policy_version,
+            tracked=tracked,
             adapter=scheme.adapter,
             total_frames=total_frames,
             joins=sync,
@@ -782,6 +783,7 @@ class RayCollector(RemoteCollector):
             places = [options["device"] if options[name] is None else options[name] for name in DEVICES[1:]]
             self._storing_devices[first + i], _, self._policy_devices[first + i] = map(one_device, places)
             options["storing_device"] = "cpu"  # there, from where batches are sent
+            options["track_policy_version"] = self.policy_version_tracker is not None
             config = defaults | (_own(remote_configs, i) or {})
             if config.pop("max_restarts", 0):
                 raise TypeError("remote_configs has max_restarts: a restarted collector has lost its state")

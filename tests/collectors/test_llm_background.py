@@ -20,7 +20,6 @@ from rlpost.data import ReplayBuffer
 from rlpost.errors import MissingExtraError, PolicyError
 from rlpost.policies import Request, ScriptedPolicy
 from rlpost.settings import SamplingSettings
-from rlpost.torchrl.collector_base import Background
 from rlpost.train.sampling import SamplingParts
 from tests.collectors.here import wait_until
 from tests.says import Says
@@ -175,16 +174,6 @@ def test_the_thread_ends_with_the_collector_and_with_its_block() -> None:
     with started()[0]:
         assert threads() == 1
     wait_until(lambda: threads() == 0)
-
-
-def test_background_rounds_are_counted_and_held() -> None:
-    done: list[int] = []
-    background = Background(lambda: done.append(1) is None and len(done) < 3, "the work", 5.0)
-    wait_until(lambda: len(done) == 3)
-    for _ in range(2):  # the first may still see the third round end
-        background.wait_for_round()  # returns without a round once the work has ended
-    assert done == [1, 1, 1]
-    background.stop()
 
 
 def test_a_collector_in_the_background_is_not_used_in_the_foreground() -> None:

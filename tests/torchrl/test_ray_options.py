@@ -68,12 +68,14 @@ def test_each_worker_has_its_own_of_each_list(here: None) -> None:
         device="cpu",
         storing_device=["meta", None],
         policy_device=["meta", "cpu"],
-        collector_kwargs=[{"reset_when_done": False, "policy_device": "cpu"}, {"create_env_kwargs": {"size": 3}}],
+        collector_kwargs=[
+            {"create_env_kwargs": {"size": 2}, "policy_device": "cpu"},
+            {"create_env_kwargs": {"size": 3, "lengths": (2, 3, 4)}},
+        ],
         remote_configs=[{"num_cpus": 2}, {}],
     )
     first, second = (worker.object.collector for worker in STARTED)
-    assert (first.reset_when_done, second.reset_when_done) == (False, True)
-    assert second.env.batch_size == (3,)
+    assert (first.env.batch_size, second.env.batch_size) == ((2,), (3,))
     assert [worker.how["options"]["num_cpus"] for worker in STARTED] == [2, 1]
     assert {collector.next().device.type, collector.next().device.type} == {"meta", "cpu"}  # type: ignore[union-attr]
     collector.shutdown()
