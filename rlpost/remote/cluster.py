@@ -334,9 +334,8 @@ class RayWorker(RemoteObject):
     def _open(self, seconds: float) -> None:
         actor_class = self._ray.remote(max_restarts=0, concurrency_groups={READING: 1}, **self._options)(Relay)
         self._actor = actor_class.remote(self._environment, os.getcwd(), self.name)
-        self._wait_for_place()
         folder = self._model_folder
-        node, has_folder = self._answer(self._actor.about.remote(str(folder)))
+        node, has_folder = self._placed(self._actor.about.remote(str(folder)))
         self._is_here = node == self._ray.get_runtime_context().get_node_id()
         if folder is not None and not has_folder:
             folder = self.bring(folder)
@@ -344,10 +343,10 @@ class RayWorker(RemoteObject):
         self._last_sign = time.monotonic()
         threading.Thread(target=_listen, args=(weakref.ref(self), self._ray, self._actor), daemon=True).start()
 
-    def _wait_for_place(self) -> None:
+    def _placed(self, answer: Any) -> Any:
+        """The first answer of the actor, once it has found its place."""
         until = time.monotonic() + self._place_seconds
-        ready = self._actor.__ray_ready__.remote()
-        while not self._ray.wait([ready], timeout=LOOK_SECONDS)[0]:
+        while not self._ray.wait([answer], timeout=LOOK_SECONDS)[0]:
             if (failure := self.failure) is not None:
                 raise failure
             if time.monotonic() > until and not self._may_wait():
@@ -358,7 +357,7 @@ class RayWorker(RemoteObject):
                     f"{what_there_is(self._ray)}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or "
                     "remote_configs, or add a node"
                 )
-        self._answer(ready)  # or what its constructor raised
+        return self._answer(answer)  # or what its constructor raised
 
     def _answer(self, reference: Any, seconds: float = ANSWER_SECONDS) -> Any:
         """The actor's answer. Raises PolicyError if it is gone, or does not answer in time."""

@@ -347,16 +347,12 @@ class RandomPolicy:
 # Parts of a Collector
 
 
-def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
-    """The environment."""
-    kwargs = only_kwargs(create_env_kwargs)
-    is_env = hasattr(create_env_fn, "reset") and hasattr(create_env_fn, "step") and not isinstance(create_env_fn, type)
-    return create_env_fn if is_env or not callable(create_env_fn) else create_env_fn(**kwargs)
-
-
-def only_kwargs(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any]:
-    """The keyword arguments of the one environment."""
-    return create_env_kwargs[0] if isinstance(create_env_kwargs, Sequence) else create_env_kwargs or {}
+def made_env(create_env_fn: Any, create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Any:
+    """The environment, which `create_env_fn` is or makes with these arguments, or with the only ones of a list."""
+    if not callable(create_env_fn):
+        return create_env_fn
+    kwargs = create_env_kwargs[0] if isinstance(create_env_kwargs, Sequence) else create_env_kwargs or {}
+    return create_env_fn(**kwargs)
 
 
 def as_policy(policy: Any, env: Any, trust_policy: bool = False) -> Any:
@@ -377,15 +373,7 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     except ValueError:  # of some builtins
         return False
     wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(wanted) != 1 or wanted[0].name in ("tensordict", "td"):
-        return len(wanted) == 1
-    kind: Any = wanted[0].annotation
-    if isinstance(kind, str):
-        try:
-            kind = inspect.signature(called, eval_str=True).parameters[wanted[0].name].annotation
-        except NameError:  # a type that is imported for type checkers alone
-            return "TensorDict" in kind
-    return isinstance(kind, type) and issubclass(kind, TensorDictBase)
+    return len(wanted) == 1 and (wanted[0].name in ("tensordict", "td") or "TensorDict" in str(wanted[0].annotation))
 
 
 def one_device(given: Device | Sequence[Device] | None) -> torch.device | None:

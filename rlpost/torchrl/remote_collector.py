@@ -845,7 +845,7 @@ class RayLLMCollector(RayCollector):
     `env` and `policy_factory` are called there, and a list has one for each. With `sync_iter` a batch has
     `dialog_turns_per_batch`, a part of each collector; without, it is the first that is ready, of that many turns of
     one collector. `total_dialog_turns` is a lower bound. Each has `num_cpus` CPUs, and its engine as many
-    threads, and `num_gpus` GPUs (None: 0.2 if the cluster has any), unless `remote_configs` (or `remote_config`) says
+    threads, and `num_gpus` GPUs (None: 0.2 if the cluster has any), unless `remote_config`, one or a list, says
     otherwise. `options` are LLMCollector's further arguments (`yield_only_last_steps`,
     `yield_completed_trajectories`, `reset_at_each_iter`, `flatten_data`, `track_policy_version`, `begin_ahead`,
     `verbose`, ...), and RayCollector's (`postproc`, `replay_buffer`, `weight_updater`, `batches_ahead`,
@@ -862,8 +862,7 @@ class RayLLMCollector(RayCollector):
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
         dialog_turns_per_batch: int | None = None,
         total_dialog_turns: int = -1,
-        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        remote_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         sync_iter: bool = True,
         num_cpus: float = 1,
         num_gpus: float | None = None,
@@ -872,8 +871,8 @@ class RayLLMCollector(RayCollector):
     ) -> None:
         if (policy is None) == (policy_factory is None):
             raise TypeError("RayLLMCollector takes exactly one of policy and policy_factory")
-        given = remote_configs if remote_configs is not None else remote_config or {}
         own = {"num_cpus": num_cpus} | ({} if num_gpus is None else {"num_gpus": num_gpus})
+        given = [remote_config or {}] if isinstance(remote_config, Mapping | None) else remote_config
         count = num_collectors or max(_length(env), _length(policy_factory))
         super().__init__(
             env,
@@ -883,7 +882,7 @@ class RayLLMCollector(RayCollector):
             total_frames=total_dialog_turns,
             collector_class=LLMCollector,
             sync=sync_iter,
-            remote_configs=own | dict(given) if isinstance(given, Mapping) else [own | dict(each) for each in given],
+            remote_configs=[own | dict(each) for each in given],
             num_collectors=count,
             **options,
         )

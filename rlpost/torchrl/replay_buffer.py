@@ -181,7 +181,7 @@ class RayReplayBuffer:
         handle = ray.remote(**{"num_cpus": 0, **(remote_config or {})})(BufferActor).remote(cls, options)
         self._actor = Actor(ray, handle, "the actor of the replay buffer, with what it held,")
         try:
-            self._call("read", "write_count")
+            self._call("call", "write_count")
         except BaseException:
             self.close()
             raise
@@ -197,7 +197,7 @@ class RayReplayBuffer:
     @property
     def write_count(self) -> int:
         """Rows or frames written since the buffer was built."""
-        return self._call("read", "write_count")
+        return self._call("call", "write_count")
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
         """See `FrameBuffer.sample`."""
@@ -234,7 +234,7 @@ class RayReplayBuffer:
     @property
     def num_rows(self) -> int:
         """The rows of the whole groups; of a buffer of frames the frames."""
-        return self._call("read", "num_rows") if self.holds_groups else len(self)
+        return self._call("call", "num_rows") if self.holds_groups else len(self)
 
     def take_counts(self) -> dict[str, float]:
         """See `ReplayBuffer.take_counts`."""
@@ -264,11 +264,10 @@ class BufferActor:
     def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
         self.buffer = cls(**options)
 
-    def read(self, name: str) -> Any:
-        return getattr(self.buffer, name)
-
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.buffer, method)(*args)
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of the buffer, or read an attribute."""
+        found = getattr(self.buffer, name)
+        return found(*args) if callable(found) else found
 
     def take(self, num_groups: int, max_lag: int | None, version: PolicyVersionLabel | None) -> TensorDict | None:
         """`num_groups` that are recent enough; None if there are fewer."""
