@@ -81,26 +81,26 @@ def built_collector(
     env = made_env(create_env_fn, options.pop("create_env_kwargs", None))
     chosen = chosen or (LLMCollector if isinstance(env, EnvBase) else Collector)
     if not (inspect.isclass(chosen) and issubclass(chosen, LLMCollector)):
-        return cast(Any, chosen)(env, policy, **how, **with_effect(options, Collector))
+        return chosen(env, policy, **how, **with_effect(options, chosen))
     exploration = options.pop("exploration_type", None)
     for name in ("reset_when_done", "storing_device"):
         options.pop(name, None)
     how["dialog_turns_per_batch"] = how.pop("frames_per_batch")
-    collector = chosen(env, policy=policy, **how, **with_effect(options, LLMCollector))
+    collector = chosen(env, policy=policy, **how, **with_effect(options, chosen))
     if (InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration) in GREEDY:
         collector.policy.sampling = replace(collector.policy.sampling, temperature=0.0)
     collector.policy.start()
     return collector
 
 
-def with_effect(options: Mapping[str, Any], collector: type[Any]) -> dict[str, Any]:
+def with_effect(options: Mapping[str, Any], collector: Any) -> dict[str, Any]:
     """The `options` that `collector` takes. Raises TypeError for another one, unless it asks for nothing."""
     known = inspect.signature(collector).parameters
     for name, value in options.items():
         if name not in known and value not in (None, False) and not (isinstance(value, int) and value < 0):
             raise TypeError(
-                f"{name} has no effect on the {collector.__name__} that plays this environment: leave it out, or set "
-                "what it asks for where the environment and the policy are built"
+                f"{name} has no effect on the collector of this environment: leave it out, or set what it asks for "
+                "where the environment and the policy are built"
             )
     return {name: value for name, value in options.items() if name in known}
 
@@ -619,14 +619,17 @@ class AsyncCollector(RemoteCollector):
         self._start(1)
         self.frames_per_batch = self._frames[0]
         self._threads_before = torch.get_num_threads()
-        torch.set_num_threads(num_threads or self._threads_before)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self.num_threads = num_threads
 
     def state_dict(self) -> dict[str, Any]:
         """The collector's state, with its policy's and its environment's, and the batch that was not taken yet."""
         return super().state_dict()[0]
 
     def _stop(self, timeout: float | None, close_env: bool) -> None:
-        torch.set_num_threads(self._threads_before)
+        if self.num_threads is not None:
+            torch.set_num_threads(self._threads_before)
         super()._stop(timeout, close_env)
 
 
