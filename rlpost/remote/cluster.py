@@ -350,10 +350,10 @@ class RayWorker(RemoteObject):
             if (failure := self.failure) is not None:
                 raise failure
             if time.monotonic() > until and not self._may_wait():
-                asked = {name: count for name, count in self._options.items() if count and name in COUNTED}
+                needs = {name: count for name, count in self._options.items() if count and name in COUNTED}
                 raise NotReady(
                     f"{self.name} found no place within {self._place_seconds:.0f} s: it asks for "
-                    f"{' and '.join(f'{count:g} {COUNTED[name]}' for name, count in asked.items())}, and "
+                    f"{' and '.join(f'{count:g} {COUNTED[name]}' for name, count in needs.items())}, and "
                     f"{what_there_is(self._ray)}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or "
                     "remote_configs, or add a node"
                 )

@@ -51,7 +51,6 @@ DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of a worker
 GPU_SHARE = 0.2  # of a GPU for each worker, if the cluster has any
 DEVICES = ("device", "storing_device", "env_device", "policy_device")
 Plan = tuple[bytes, Mapping[str, Any]]  # how a worker's collector is built, and what its actor asks for
-THREADS = "OMP_NUM_THREADS"  # environment variable
 GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE)
 
 
@@ -111,8 +110,9 @@ class CollectorWorker:
     Trajectories are numbered from `WORKER_DRAWS` times the worker's number on, apart from those of all others.
     """
 
-    def __init__(self, number: int, plan: bytes) -> None:
-        torch.set_num_threads(int(os.environ.get(THREADS, 1)))
+    def __init__(self, number: int, num_threads: int, plan: bytes) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of processes that start here, engines included
+        torch.set_num_threads(num_threads)
         self.number = number
         self.collector = cloudpickle.loads(plan)()
         self.collector.worker_idx = number
@@ -282,10 +282,10 @@ class RemoteCollector(WeightsCollector):
             self._send(source, [self._players.seats[number] for number in self._due])
         self._due.clear()
         with self._lock:
-            batch = self._joined(self._taken())
+            batch = self._joined(self._ready_batches())
         return postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
 
-    def _taken(self) -> dict[int, TensorDictBase]:
+    def _ready_batches(self) -> dict[int, TensorDictBase]:
         self._check_alive()
         self._begin()
         if len(self._begun) < (len(self._frames) if self._joins else 1):
@@ -497,11 +497,6 @@ class RemoteCollector(WeightsCollector):
         super().__del__()
 
 
-def threads(number: float) -> dict[str, str]:
-    """The environment of a process that computes with this many threads, and so do the processes it starts."""
-    return {THREADS: str(max(1, int(number)))}
-
-
 def pickled(parts: Mapping[str, Any], whole: Any) -> bytes:
     """`whole` as bytes. Raises TypeError with the name of the first of its `parts` that cannot be sent elsewhere."""
     try:
@@ -599,8 +594,9 @@ class AsyncCollector(RemoteCollector):
         plan = pickled(parts | options, partial(built_collector, **parts, **how))
 
         def new_worker(number: int) -> WorkerProcess:
-            build = partial(CollectorWorker, number, plan)
-            return WorkerProcess(build, name="the collector's process", environment=threads(num_sub_threads))
+            return WorkerProcess(
+                partial(CollectorWorker, number, num_sub_threads, plan), name="the collector's process"
+            )
 
         super().__init__(
             new_worker,
@@ -728,13 +724,14 @@ class RayCollector(RemoteCollector):
 
         def new_worker(number: int) -> cluster.RayWorker:
             plan, config = plans[number]
+            num_threads = max(1, int(config["num_cpus"]))
             return cluster.RayWorker(
                 ray,
-                lambda folder: partial(CollectorWorker, number, plan),
+                lambda folder: partial(CollectorWorker, number, num_threads, plan),
                 None,
                 name=f"worker {number} of the RayCollector",
                 options=config,
-                environment=threads(config["num_cpus"]),
+                environment={},
                 copies=copies,
                 place_seconds=place_seconds,
             )
