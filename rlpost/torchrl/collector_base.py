@@ -27,7 +27,7 @@ from rlpost.errors import PolicyError
 from rlpost.model.weights import SavedWeights
 from rlpost.policies.base import Policy
 from rlpost.torchrl.replay_buffer import ReplayBuffer
-from rlpost.weight_sync.base import WeightSource, WeightUpdater, begin_versions, check_weights, default_updater
+from rlpost.weight_sync.base import WeightUpdater, begin_versions, check_weights, default_updater
 from rlpost.weight_sync.folder import RayWeightSyncScheme
 
 log = logging.getLogger("rlpost")
@@ -307,7 +307,7 @@ class WeightsCollector(CollectorBase):
 
     def _given_weights(
         self, model_id: str | None, *, weights_dict: Mapping[str, Any] | None = None, **given: Any
-    ) -> WeightSource:
+    ) -> Any:
         """The weights that `update_policy_weights_` was given, or else the policy's own."""
         for name in given.keys() - {"policy_or_weights", "weights", "policy", "state_dict"}:
             raise TypeError(f"update_policy_weights_ takes no {name}")

@@ -80,7 +80,7 @@ def built_collector(
     env = made_env(create_env_fn, options.pop("create_env_kwargs", None))
     chosen = chosen or (LLMCollector if isinstance(env, EnvBase) else Collector)
     if not (inspect.isclass(chosen) and issubclass(chosen, LLMCollector)):
-        return chosen(env, policy, **how, **with_effect(options, chosen))
+        return cast(Any, chosen)(env, policy, **how, **with_effect(options, chosen))
     exploration = options.pop("exploration_type", None)
     for name in ("reset_when_done", "storing_device"):
         options.pop(name, None)
@@ -190,8 +190,8 @@ class RemoteCollector(WeightsCollector):
     `track_policy_version`.
     """
 
-    policy: RemotePolicy
-    weight_updater: FolderUpdater
+    policy: Any  # a RemotePolicy
+    weight_updater: Any  # a FolderUpdater
     split_trajs = False
 
     def __init__(
