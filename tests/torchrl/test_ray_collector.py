@@ -123,6 +123,7 @@ def test_a_state_is_gone_on_from_with_one_for_all_or_one_each(both: RayCollector
     assert len(list(both)) == 1  # of three
 
 
+@pytest.mark.first
 def test_weights_and_their_version_reach_all_or_those_named(both: RayCollector) -> None:
     tracker: Any = both.policy_version_tracker
     both.update_policy_weights_(WEIGHTS)
