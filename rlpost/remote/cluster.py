@@ -63,7 +63,8 @@ def ray_for(needed_for: str) -> Any:
 def joined(needed_for: str, init: Mapping[str, Any] | None) -> Any:
     """The module ray, connected to a cluster: as it is already, or else with the arguments `init` of `ray.init`."""
     ray = ray_for(needed_for)
-    return ray if ray.is_initialized() else connect(**(init or {}))
+    options = dict(init or {})
+    return ray if ray.is_initialized() else connect(options.pop("address", None) or AUTO, **options)
 
 
 def connect(

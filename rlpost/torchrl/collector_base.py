@@ -113,9 +113,12 @@ class CollectorBase(ABC):
         """
         if self.replay_buffer is None:
             raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
-        self._check_open("collect with")
+        if self._background is None:
+            self._check_open("collect with")
+            self.collect_round()
+            return
         before = self.replay_buffer.write_count
-        with nullcontext() if self._background is None else self._background.held():
+        with self._background.held():
             if self.replay_buffer.write_count == before:
                 self.collect_round()
 
