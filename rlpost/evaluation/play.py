@@ -14,6 +14,7 @@ from rlpost.collectors.sync import Player
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import EnvBase
 from rlpost.errors import RewardError
+from rlpost.evaluation.saved import metrics_of
 from rlpost.evaluation.statistics import Share, maj_at_k, pass_at_k, ratio_interval, reward_interval
 from rlpost.policies.base import Policy
 from rlpost.record import ACCURACY, DECIDING, MEANS_STRICT, REWARD, says_more
@@ -246,22 +247,11 @@ class EvalResult:
 
     def metrics(self) -> dict[str, float]:
         """The measures under the names of metrics.jsonl: `eval/accuracy_lenient`, `eval/pass_at_8_lenient`, ..."""
-        values = {
-            "eval/prompts": float(self.num_prompts),
+        values = metrics_of(self.as_dict()) | {
             "eval/failed": float(self.num_failed),
-            "eval/reward": self.reward_mean,
             "eval/truncated": self.truncated.value,
             "eval/tokens_mean": self.tokens_mean,
         }
-        if self.reward_low is not None and self.reward_high is not None:
-            values |= {"eval/reward_low": self.reward_low, "eval/reward_high": self.reward_high}
-        shares = {f"accuracy_{e}": getattr(self, f"accuracy_{e}") for e in EXTRACTIONS} | self.attempts
-        shares |= {f"instructions_{reading}": share for reading, share in self.instructions.items()}
-        for name, share in shares.items():
-            if share is not None:
-                values |= {f"eval/{name}": share.value, f"eval/{name}_low": share.low, f"eval/{name}_high": share.high}
-                if share.prompts != self.num_prompts:
-                    values[f"eval/{name}_prompts"] = float(share.prompts)
         for source, own in self.sources.items():
             values |= {key.replace("eval/", f"eval/source/{source}/", 1): v for key, v in own.metrics().items()}
         return values

@@ -17,6 +17,8 @@ from rlpost.config import paths
 from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.files import expanded, json_in, replaced
+from rlpost.record import ACCURACY, LOSS, REWARD, STRICT, Interval, interval
+from rlpost.runs.reader import read_run
 from rlpost.text import did_you_mean, first_line, nearest
 
 SCHEMA = pa.schema(
@@ -129,28 +131,61 @@ def _as_json(task: Mapping[str, Any]) -> str:
     return json.dumps(dict(task), sort_keys=True, default=str)
 
 
-def find_evaluation(name: str) -> Path:
-    """The table of samples of an evaluation, or of a run's last held-out evaluation, else of the last of its model.
+def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """The figures in the `result` of a result.json, under the names of metrics.jsonl."""
+    name, key = ("loss", LOSS) if "loss" in result else ("reward", REWARD)
+    values = {key: result.get("loss", result.get("reward_mean"))}
+    values |= {f"{key}_{end}": result.get(f"{name}_{end}") for end in ("low", "high")}
+    values["eval/rows" if key == LOSS else "eval/prompts"] = result.get("num_prompts")
+    shares = {f"accuracy_{reading}": result.get(f"accuracy_{reading}") for reading in ("lenient", "strict")}
+    shares |= result.get("attempts", {})
+    shares |= {f"instructions_{reading}": share for reading, share in result.get("instructions", {}).items()}
+    for name, share in shares.items():
+        if share is not None:
+            values |= {f"eval/{name}": share["value"], **{f"eval/{name}_{end}": share[end] for end in ("low", "high")}}
+            if share["prompts"] != result.get("num_prompts"):
+                values[f"eval/{name}_prompts"] = share["prompts"]
+    return {key: float(value) for key, value in values.items() if value is not None}
 
-    `name` is a name, the path of a folder, or of the table itself.
-    Raises ConfigError, with the nearest name, if there is no such evaluation.
+
+def figures_in(row: Mapping[str, Any]) -> dict[str, Interval]:
+    """The figures of an evaluation, by title, in a row of metrics.jsonl."""
+    keys = {"accuracy": ACCURACY, "strict": STRICT}
+    several = [key for key in row if "_at_" in key and key.endswith("_lenient")]
+    keys |= {key.removeprefix("eval/").removesuffix("_lenient").replace("_at_", "@"): key for key in several}
+    keys |= {"reward": REWARD, "loss": LOSS}
+    return {title: figure for title, key in keys.items() if (figure := interval(row, key)) is not None}
+
+
+def figures_of(table: Path) -> dict[str, Interval]:
+    """The figures, by title, of the evaluation whose completions are in `table`; empty if none are recorded."""
+    if table.parent.name == paths.HELD_OUT:
+        rows = read_run(table.parents[1]).metrics
+        return next((figures_in(row) for row in rows if held_out_table(table.parents[1], row["step"]) == table), {})
+    result = table.with_name(paths.RESULT)
+    return figures_in(metrics_of(json_in(result)["result"])) if result.is_file() else {}
+
+
+def find_evaluation(name: str, step: int | None = None) -> Path:
+    """The table of samples of an evaluation, or of a run's held-out evaluation after `step`, by default the last.
+
+    A run that kept no held-out completions has the newest evaluation of its model in evals/. `name` is a name, the
+    path of a folder, or of the table itself. Raises ConfigError, with the nearest name, if there is no such evaluation.
     """
     path = expanded(name)
+    is_path = "/" in name or name.startswith((".", "~"))
+    run = next((each for each in (path, *([] if is_path else [paths.RUNS / name])) if paths.is_run_folder(each)), None)
+    if step is not None:
+        if run is None:
+            raise ConfigError(f"--step {step} is for a run, and {name} is not one")
+        return _held_out(run, step)
     if path.is_file() and path.suffix == ".parquet":
         return path
-    is_path = "/" in name or name.startswith((".", "~"))
     for folder in (path, paths.EVALS / name) if is_path else (paths.EVALS / name, path):
         if paths.is_evaluation_folder(folder):
             return folder / paths.SAMPLES
-    runs = (path,) if is_path else (path, paths.RUNS / name)
-    if run := next((folder for folder in runs if paths.is_run_folder(folder)), None):
-        if steps := held_out_steps(run):
-            return held_out_table(run, steps[-1])
-        if (table := evaluation_of(run)) is not None:
-            return table
-        raise ConfigError(
-            f"{run} holds no held-out completions: make some with rlpost eval model={paths.as_model(run)}"
-        )
+    if run is not None:
+        return _held_out(run, None)
     if path.exists():
         jobs = ", ".join(str(path / job) for job in paths.evaluation_names(path))
         advice = f"name two of {jobs}" if jobs else "rlpost eval makes one"
@@ -160,6 +195,18 @@ def find_evaluation(name: str) -> Path:
     meant = None if near is None else str(path.parent / near) if is_path else near
     known = f"there are {', '.join(names[:MOST_NAMED])}" if names else "rlpost eval makes one"
     raise ConfigError(f"there is no evaluation {name}{did_you_mean(meant, known)}")
+
+
+def _held_out(run: Path, step: int | None) -> Path:
+    """The table of a run's held-out evaluation after `step`, or of the last. Raises ConfigError if there is none."""
+    steps = held_out_steps(run)
+    if step in steps or (steps and step is None):
+        return held_out_table(run, steps[-1] if step is None else step)
+    if steps:
+        raise ConfigError(f"{run} holds no evaluation after step {step}: it has {', '.join(map(str, steps))}")
+    if step is None and (table := evaluation_of(run)) is not None:
+        return table
+    raise ConfigError(f"{run} holds no held-out completions: make some with rlpost eval model={paths.as_model(run)}")
 
 
 def read_evaluation(samples: Path) -> SavedEvaluation:

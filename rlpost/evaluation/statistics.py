@@ -299,6 +299,17 @@ def difference(differences: Sequence[float]) -> Difference:
     )
 
 
+def shown(value: float, *, is_share: bool, sign: str = "") -> str:
+    """A figure, in percent if it is a share; with the `sign` "+" a difference."""
+    return f"{value:{sign}.1%}" if is_share else f"{value:{sign}.3f}"
+
+
+def signed(value: float, low: float | None, high: float | None, *, is_share: bool) -> str:
+    """A difference with its 95% interval, if it has one."""
+    size, *ends = (shown(each, is_share=is_share, sign="+") for each in (value, low, high) if each is not None)
+    return f"{size} [{', '.join(ends)}]" if ends else size
+
+
 def most_differing(prompts: int) -> float:
     """Largest share of prompts that may differ, at 95% confidence, if none of the sample does."""
     return 1 - (1 - CONFIDENCE) ** (1 / prompts)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from rlpost.cli import sweep
-from rlpost.cli.sweep import Sweep, SweepJob
+from rlpost.cli.sweep import Job, Sweep
 from rlpost.record import FINISHED
 from tests.command_line import CommandLine
 from tests.says import Says
@@ -45,7 +45,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Child:
         commands: list[list[str]] = []
         real = sweep.job_command
 
-        def command(planned: Sweep, job: SweepJob) -> list[str]:
+        def command(planned: Sweep, job: Job) -> list[str]:
             commands.append(real(planned, job))
             return [sys.executable, "-c", program, *commands[-1][4:]]
 
