@@ -26,6 +26,7 @@ ENDED_EARLY = "ended_early"  # key in environment.json: why a run ended before i
 # settings that older runs left open in config.yaml, though they chose a value
 LEFT_OPEN = ("model.autocast", "model.day", "policy.dtype", "max_policy_lag", "loss.sampler_correction")
 AS_BEGUN = "as the run began"  # why a resumed run has a setting that was chosen for it
+INCIDENT = "incident.json"  # in the folder of a run that an error ended
 FACTS = "facts"  # key in environment.json: see `Fact`
 CHOSEN = "chosen"  # key in environment.json: the settings that rlpost chose, each with its reason
 

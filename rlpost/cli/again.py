@@ -23,7 +23,7 @@ from rlpost.cli.usage import App, AsJson
 from rlpost.cli.views import table
 from rlpost.errors import ConfigError
 from rlpost.record import CODE, DATA, PRECISION
-from rlpost.runs.reader import RunRecord, code_of, command_of, find_run, read_run, verb_of
+from rlpost.runs.reader import RunRecord, code_of, command_of, find_run, read_run
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted, did_you_mean, nearest, one_line, printable
 
@@ -177,7 +177,7 @@ def _replayable(folder: Path) -> Command[Any]:
     command = command_of(folder)
     if command is None or command not in READ:
         verbs = ", ".join(f"rlpost {each.verb}" for each in READ)
-        raise ConfigError(f"{folder} is a run of rlpost {verb_of(folder) or '?'}: replayed are those of {verbs}")
+        raise ConfigError(f"{folder} is a run of rlpost {read_run(folder).verb or '?'}: replayed are those of {verbs}")
     return command
 
 

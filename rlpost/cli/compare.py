@@ -42,7 +42,7 @@ from rlpost.record import (
     trained_loss,
     worth_showing,
 )
-from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of, verb_of
+from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of
 from rlpost.text import counted, did_you_mean, nearest_key, printable
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def differing_settings(records: Sequence[RunRecord]) -> tuple[dict[str, list[str
     configs = [flat(record.config) for record in records]
     known = dict.fromkeys(key for config in configs for key in config if not key.startswith(LEFT_OUT))
     shared = [key for key in known if all(key in config for config in configs)]
-    values = {"command": [verb_of(record.folder) or "unknown" for record in records]}
+    values = {"command": [record.verb or "unknown" for record in records]}
     values |= {group: [record.choice(group) or "unknown" for record in records] for group in CHOICES}
     apart = {key: [config[key] for config in configs] for key in shared}
     values |= {key: list(map(as_text, each)) for key, each in apart.items() if is_apart(key, each)}

@@ -296,9 +296,9 @@ def telling_parts(prompts: Sequence[str]) -> list[str]:
 
 def steps_of(folder: Path) -> list[int]:
     """The steps with completions. Raises ConfigError for a run without any."""
-    from rlpost.runs.rollouts import rollout_steps
+    from rlpost.runs.reader import read_run
 
-    steps = rollout_steps(folder)
+    steps = read_run(folder).rollout_steps
     if not steps:
         raise ConfigError(f"{folder} holds no completions yet: there is no file in {folder / 'rollouts'}")
     return steps

@@ -28,7 +28,7 @@ from rlpost.config.paths import (
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
-from rlpost.runs.reader import RunRecord, find_run, playable, read_run, verb_of
+from rlpost.runs.reader import RunRecord, find_run, playable, read_run
 from rlpost.text import did_you_mean, nearest, shortened
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
         )
     if found is not None:
         check_resumable(found)
-    if (its := verb_of(run)) not in (None, command.verb):
+    if (its := read_run(run).verb) not in (None, command.verb):
         if never_began(run):
             return None
         raise ConfigError(f"--resume: {run} is a run of rlpost {its}, not of rlpost {command.verb}")

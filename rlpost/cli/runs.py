@@ -49,7 +49,6 @@ from rlpost.runs.reader import (
     find_sweep,
     is_running,
     read_run,
-    verb_of,
 )
 from rlpost.runs.removal import Rule, removals, remove
 from rlpost.settings.commands import samples_per_prompt
@@ -194,9 +193,7 @@ def diagnose(
     """
     folder = find_run(run)
     record = read_run(folder)
-    from rlpost.runs.diagnosis import symptoms_of
-
-    found, steps, unread = symptoms_of(folder)
+    found, steps, unread = record.diagnosis
     if unread:
         print(f"the texts were not looked at: {unread}", file=sys.stderr)
     if as_json:
@@ -475,7 +472,7 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
         troubles.append(("error", "how it ended is unknown: log.txt does not say"))
     if record.state not in (RunState.finished, RunState.running):
         if checkpoints(folder / "checkpoints"):
-            verb = verb_of(folder) or "train grpo"
+            verb = record.verb or "train grpo"
             words = shlex.join([str(folder), *code_of(record.overrides)])
             troubles.append(("go on", f"rlpost {verb} --resume {words}"))
         else:

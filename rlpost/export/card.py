@@ -20,7 +20,7 @@ from rlpost.config.packaged import PACKAGED
 from rlpost.errors import ConfigError, DataError
 from rlpost.export.gguf import licence_of
 from rlpost.record import HELD_OUT_FIGURES, Interval, has_evaluation, interval, main_figures, number, worth_showing
-from rlpost.runs.reader import RunRecord, read_run, verb_of
+from rlpost.runs.reader import RunRecord, read_run
 from rlpost.text import first_line, inline, printable, without_passwords
 
 TOKENIZER = "tokenizer"  # folder of a tokenizer that AutoTokenizer would build anew beside the config.json of its model
@@ -86,7 +86,7 @@ def base_of(run: Path) -> Base:
 def write_card(folder: Path, made: Made) -> None:
     """Write the model card of `folder`, README.md."""
     record, base = read_run(made.run), made.base
-    verb = verb_of(made.run) or "train"
+    verb = record.verb or "train"
     dataset = _dataset(record)
     of_a_run = made.to == "adapter" and base.via  # it belongs to a checkpoint of another run
     hub_id = None if of_a_run else base.hub_id

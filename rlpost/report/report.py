@@ -33,9 +33,9 @@ from rlpost.files import replaced
 from rlpost.record import CHOSEN, REWARD, one_of_each_first
 from rlpost.report.curves import curves_of, short, story_keys, time_of
 from rlpost.report.result import Figure, figures_of, head_of_sweep, table_of, verdict
-from rlpost.runs.diagnosis import AT_LEAST, symptoms_of
-from rlpost.runs.reader import RunRecord, code_of, evaluation_words, read_run, verb_of, words_of
-from rlpost.runs.rollouts import count_completions, read_chosen, rollout_steps
+from rlpost.runs.diagnosis import AT_LEAST
+from rlpost.runs.reader import RunRecord, code_of, evaluation_words, read_run, words_of
+from rlpost.runs.rollouts import count_completions, read_chosen
 from rlpost.text import counted
 
 MOST_STEPS = 60  # steps of a report whose completions are sampled, all runs together
@@ -139,7 +139,7 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
     unread: list[str] = []  # files that cannot be read, and what is missing from the page
     tables, compared = _held_out_tables(record, unread)
     figures = figures_of(record, compared)
-    symptoms, steps, _ = symptoms_of(record.folder)
+    symptoms, steps, _ = record.diagnosis
     log = record.folder / "log.txt"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     run = {
@@ -152,7 +152,7 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
         + (f" Most problems take {AT_LEAST} steps to show." if steps < AT_LEAST else ""),
         "warnings": [*unread, *_warnings(text, [symptom.name for symptom in symptoms])],
         "held_out": replies_of(tables, by_reward=not figures or figures[0].key == REWARD),
-        "completions": _completions(record.folder, most_steps, unread),
+        "completions": _completions(record, most_steps, unread),
         "time": time_of(record, text),
         "memory": max(record.series("memory/peak_gb"), default=0.0),
         "settings": _settings(record),
@@ -175,7 +175,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _training(record: RunRecord) -> str:
-    return (verb_of(record.folder) or "train").removeprefix("train ")
+    return (record.verb or "train").removeprefix("train ")
 
 
 def _line(record: RunRecord) -> str:
@@ -315,9 +315,9 @@ def _reply(row: Row, *, with_accuracy: bool) -> dict[str, Any]:
 # Completions
 
 
-def _completions(run: Path, most_steps: int, unread: list[str]) -> dict[str, Any]:
+def _completions(record: RunRecord, most_steps: int, unread: list[str]) -> dict[str, Any]:
     """Sample at most `most_steps` steps, evenly spread: worst, best, most surprising and random completions."""
-    known = rollout_steps(run)
+    run, known = record.folder, record.rollout_steps
     count = min(most_steps, len(known))
     places = sorted({round(i * (len(known) - 1) / max(1, count - 1)) for i in range(count)})
     pieces = _pieces_of(run)

@@ -30,12 +30,6 @@ FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage
 ROWS_AT_ONCE = 256  # held in memory by an export
 
 
-def rollout_steps(run: Path) -> list[int]:
-    """The steps whose completions are in a run folder, in order."""
-    names = [path.stem.removeprefix("step-") for path in (run / "rollouts").glob("step-*.parquet")]
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
 def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     """The completions of one step, under the names of `SCHEMA`; maps as dicts.
 

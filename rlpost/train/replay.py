@@ -36,7 +36,7 @@ from rlpost.objectives.supervised import SFTObjective
 from rlpost.record import PRECISION, read_metrics
 from rlpost.runs.checkpoint import verify
 from rlpost.runs.reader import read_run
-from rlpost.runs.rollouts import read_rollouts, rollout_steps
+from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import Autocast, DPOSettings, ExpertIterationSettings, GRPOSettings, SamplerCorrection, SFTSettings
 from rlpost.train import dpo, expert_iteration, grpo, sft
 from rlpost.train.assemble import policy_objective
@@ -141,7 +141,7 @@ def replayable_steps(run: Path, *, sampled: bool) -> list[int]:
     rows, _ = read_metrics(run / "metrics.jsonl")
     recorded = {row["step"] for row in rows}
     kept = {1, *(step_of(each) + 1 for each in checkpoints(run / "checkpoints"))} & recorded
-    return sorted(kept & set(rollout_steps(run)) if sampled else kept)
+    return sorted(kept & set(read_run(run).rollout_steps) if sampled else kept)
 
 
 def check_step(run: Path, step: int | None, *, sampled: bool) -> int:
@@ -155,7 +155,7 @@ def check_step(run: Path, step: int | None, *, sampled: bool) -> int:
         raise ConfigError(f"no step of {run} can be replayed: it has none whose weights and completions are kept")
     shown = ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-3:]]))
     near = min(steps, key=lambda each: abs(each - (step or 0)))
-    lost = sampled and step not in rollout_steps(run)
+    lost = sampled and step not in read_run(run).rollout_steps
     why = "its completions are not kept" if lost else f"no checkpoint of step {(step or 0) - 1} is kept"
     raise ConfigError(
         f"step {step} cannot be replayed: {why}; these can be: {shown}; rlpost runs replay {run} --step {near}"

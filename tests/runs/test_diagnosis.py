@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlpost.record import FAILED, FINISHED
-from rlpost.runs.diagnosis import Diagnosis, repeated_text, symptoms_of
+from rlpost.runs.diagnosis import Diagnosis, repeated_text
+from rlpost.runs.reader import read_run
 from tests.command_line import CommandLine
 from tests.run_folders import make_run, verdict
 from tests.says import Says
@@ -189,7 +190,7 @@ def test_a_sound_training_on_rows_has_no_symptom(name: str) -> None:
 def test_few_held_out_rows_are_a_symptom_of_a_finished_run(rows: int, names: list[str], tmp_path: Path) -> None:
     trace = [{"step": 0, "eval/loss": 2.0, "eval/rows": float(rows)}, {"step": 1, "loss/sft": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trace))
-    assert [symptom.name for symptom in symptoms_of(tmp_path)[0]] == names
+    assert [symptom.name for symptom in read_run(tmp_path).diagnosis.symptoms] == names
     assert Diagnosis(trace[:-1]).after(trace[-1]) == []  # it gives no alarm, which could stop a run
 
 

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.errors import DataError
+from rlpost.runs.reader import read_run
 from rlpost.runs.rollout_table import SCHEMA, write_rollouts
 from rlpost.runs.rollouts import (
     EXPORTS,
@@ -25,7 +26,6 @@ from rlpost.runs.rollouts import (
     export_rollouts,
     json_lines,
     read_rollouts,
-    rollout_steps,
     search,
     spread_of,
 )
@@ -125,7 +125,7 @@ def run(tmp_path: Path, two: TensorDict) -> Path:
 
 def test_what_was_written_is_read_back(run: Path) -> None:
     (run / "rollouts" / "step-000009.incomplete").write_text("")
-    assert rollout_steps(run) == [1, 2, 4]
+    assert read_run(run).rollout_steps == [1, 2, 4]
     good, failed = read_rollouts(run, 4)
     assert (good["step"], good["completion"], good["reward"]) == (4, "naïve\n91", 0.75)
     assert good["reward_parts"] == {"format": 0.25, "right": 0.5}
