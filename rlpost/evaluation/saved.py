@@ -162,8 +162,14 @@ def figures_of(table: Path) -> dict[str, Interval]:
     if table.parent.name == paths.HELD_OUT:
         rows = read_run(table.parents[1]).metrics
         return next((figures_in(row) for row in rows if held_out_table(table.parents[1], row["step"]) == table), {})
+    record = record_of(table)
+    return figures_in(metrics_of(record["result"])) if record else {}
+
+
+def record_of(table: Path) -> dict[str, Any]:
+    """The result.json of a table of samples; empty without one."""
     result = table.with_name(paths.RESULT)
-    return figures_in(metrics_of(json_in(result)["result"])) if result.is_file() else {}
+    return json_in(result) if table.name == paths.SAMPLES and result.is_file() else {}
 
 
 def find_evaluation(name: str, step: int | None = None) -> Path:
@@ -214,10 +220,8 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
 
     Raises DataError for files that cannot be read or lack a column.
     """
-    result = samples.with_name(paths.RESULT)
-    its_own = samples.name == paths.SAMPLES and result.is_file()
     try:
-        record = json_in(result) if its_own else {}
+        record = record_of(samples)
         there = pq.read_schema(samples).names
         missing = [name for name in COMPARED if name not in there]
         columns = [*COMPARED, "loss"] if "loss" in there else list(COMPARED)
@@ -226,7 +230,7 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
         raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
     if missing:
         raise DataError(f"{samples} has no column {', '.join(missing)}: it is not a table that rlpost eval wrote")
-    return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)
+    return SavedEvaluation(samples.parent.name if record else str(samples), record, rows)
 
 
 def read_completions(samples: Path) -> list[dict[str, Any]]:
