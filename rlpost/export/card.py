@@ -19,7 +19,7 @@ from rlpost.config import paths
 from rlpost.config.packaged import PACKAGED
 from rlpost.errors import ConfigError, DataError
 from rlpost.export.gguf import licence_of
-from rlpost.record import HELD_OUT_FIGURES, Interval, has_evaluation, interval, main_figures, number, worth_showing
+from rlpost.record import Interval, main_figures
 from rlpost.runs.reader import RunRecord, read_run
 from rlpost.text import first_line, inline, printable, without_passwords
 
@@ -175,25 +175,18 @@ def _facts(made: Made, record: RunRecord, verb: str) -> list[tuple[str, str]]:
 def _figures(record: RunRecord, checkpoint: Path) -> str:
     """Figures before training, and of the last evaluation that the checkpoint has seen."""
     step = paths.step_of(checkpoint)
-    measured = [row for row in record.metrics if has_evaluation(row) and row["step"] <= step]
-    first = next((row for row in measured if row["step"] == 0), {})
-    last = next((row for row in reversed(measured) if row["step"] > 0), {})
-    if not (first or last):
+    rows = [record.evaluation(before=True) or {}, record.evaluation(before=False, until=step) or {}]
+    if not any(rows):
         return "Not measured."
-    shown = worth_showing({key: [number(row, key) for row in (first, last)] for _, key in HELD_OUT_FIGURES})
-    rows = [(name, interval(first, key), interval(last, key)) for name, key in HELD_OUT_FIGURES if key in shown]
-    after = f"after step {last['step']}" if last else "after"
+    after = f"after step {rows[1]['step']}" if rows[1] else "after"
     head = ["| figure | before | n | " + f"{after} | n |", "|---|---|---|---|---|"]
-    lines = [f"| {name} | {_cells(before)} | {_cells(after)} |" for name, before, after in rows]
-    lead = main_figures([first, last])
+    lines = [f"| {each.name} | {_cells(each.before)} | {_cells(each.after)} |" for each in record.held_out(step)]
+    lead = main_figures(rows)
     summary = "Mean over held-out prompts (loss: rows) with 95% intervals; n is how many."
     if all(lead):
-        summary = f"{str(lead[0]).strip()} before training, {str(lead[1]).strip()} after step {last['step']}. {summary}"
-    chosen = checkpoint.parent / paths.BEST
-    if (
-        sum(row["step"] > 0 for row in record.metrics if has_evaluation(row)) > 1
-        and chosen.resolve() == checkpoint.resolve()
-    ):
+        summary = f"{str(lead[0]).strip()} before training, {str(lead[1]).strip()} {after}. {summary}"
+    several = sum(row["step"] > 0 for row in record.evaluations) > 1
+    if several and (checkpoint.parent / paths.BEST).resolve() == checkpoint.resolve():
         summary += " This checkpoint was chosen as the best by these figures, which flatters them."
     return f"{summary}\n\n" + "\n".join([*head, *lines])
 

@@ -199,17 +199,16 @@ def wall_clock(log: str, now: datetime | None = None) -> float:
 
     One that was killed ends with its last dated line. 0 without a dated line.
     """
-    seconds = 0.0
-    began = last = None
+    attempts: list[list[datetime]] = []  # first and last dated line of each
+    runs = False
     for stamp, verdict in _STAMP.findall(log):
         at = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f")
         if verdict == BEGAN:
-            seconds += (last - began).total_seconds() if began and last else 0.0
-            began = at
-        last = at
-        if verdict in (FINISHED, STOPPED, FAILED) and began:
-            seconds += (at - began).total_seconds()
-            began = None
-    if began and last:
-        seconds += ((now or last) - began).total_seconds()
-    return seconds
+            attempts.append([at, at])
+            runs = True
+        elif runs:
+            attempts[-1][1] = at
+            runs = not verdict
+    if runs and now is not None:
+        attempts[-1][1] = now
+    return sum((last - first).total_seconds() for first, last in attempts)

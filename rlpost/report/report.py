@@ -12,7 +12,6 @@ import gzip
 import hashlib
 import html
 import json
-import math
 import random
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,6 @@ MOST_TOKENS = 1000  # tokens of a completion that are shown one by one
 MOST_TEXT = 8000  # characters of a prompt or a reply
 MOST_PAIRS = 500  # held-out prompts shown before and after
 MOST_WARNINGS = 100
-GIVEN = ("command line", "recipe")  # who set a setting that is not at its default
 ACCURATE = "accuracy_lenient"  # column of the held-out tables
 KINDS = {  # measure -> how a reply has changed: better, worse, and the same with something earned or nothing
     "reward": ("reward rose", "reward fell", "the same reward", "the same reward"),
@@ -112,9 +110,8 @@ def content(runs: Sequence[Path], sweep: Path | None = None) -> dict[str, Any]:
     curves, left_out = curves_of(records, story_keys(records, [its[0].key for its in figures if its]))
     table = ""
     if len(runs) > 1:
-        typed = [{key for key, _, source in run["settings"] if source in GIVEN} for run, _ in gathered]
         head = f"<h1>{len(runs)} runs compared</h1>" if sweep is None else head_of_sweep(sweep)
-        table = head + table_of(records, figures, typed)
+        table = head + table_of(records, figures)
     return {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "rlpost": __version__,
@@ -225,9 +222,9 @@ def _settings(record: RunRecord) -> list[list[str]]:
 
     def source(key: str) -> str:
         if key in typed:
-            return GIVEN[0]
+            return "command line"
         if key in given:
-            return GIVEN[1]
+            return "recipe"
         return f"chosen: {chosen[key]}" if key in chosen else "default"
 
     return [[key, as_text(value), source(key)] for key, value in flat(record.config).items()]
@@ -260,9 +257,9 @@ def replies_of(tables: Sequence[Sequence[Row]], *, by_reward: bool) -> dict[str,
         return None
     first, last = ({(r["prompt_id"], r["prompt_number"], r["sample"]): r for r in table} for table in tables)
     both = [(first[key], row) for key, row in last.items() if key in first and key[-1] == 0]
-    measure = "reward" if by_reward or any(_measured(row, ACCURATE) is None for row in last.values()) else ACCURATE
+    measure = "reward" if by_reward or any(row[ACCURATE] is None for row in last.values()) else ACCURATE
     kinds = KINDS[measure]
-    has_accuracy = any(_measured(row, ACCURATE) not in (None, row["reward"]) for pair in both for row in pair)
+    has_accuracy = any(row[ACCURATE] not in (None, row["reward"]) for pair in both for row in pair)
     found = []
     for before, after in both:
         change = _change(before, after, measure)
@@ -282,30 +279,22 @@ def replies_of(tables: Sequence[Sequence[Row]], *, by_reward: bool) -> dict[str,
 def _prompt(row: Row) -> str:
     """The prompt without the words of a chat template; as it was rendered in a table without messages."""
     messages = row.get("prompt_messages") or []
-    return (
-        messages[0]["content"]
-        if len(messages) == 1
-        else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages) or row["prompt"]
-    )
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages) or row["prompt"]
 
 
 def _change(before: Row, after: Row, measure: str) -> float:
     """By how much a measure has risen; 0 where one of both is unknown."""
-    first, last = _measured(before, measure), _measured(after, measure)
+    first, last = before[measure], after[measure]
     return 0.0 if first is None or last is None else last - first
 
 
-def _measured(row: Row, name: str) -> float | None:
-    value = row[name]
-    return None if value is None or not math.isfinite(value) else value
-
-
 def _reply(row: Row, *, with_accuracy: bool) -> dict[str, Any]:
-    reward, accuracy = _measured(row, "reward"), _measured(row, ACCURATE)
     return {
         "text": row["completion"][:MOST_TEXT],
-        "reward": None if reward is None else short(reward),
-        "accuracy": accuracy if with_accuracy else None,
+        "reward": None if row["reward"] is None else short(row["reward"]),
+        "accuracy": row[ACCURATE] if with_accuracy else None,
         "answer": row["answer"] or "",  # that was read from the reply
         "finish": row["finish_reason"],
         "error": row["error"],

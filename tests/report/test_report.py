@@ -117,7 +117,9 @@ def test_the_verdict_says_by_how_much_the_reward_rose(scored: Scored, says: Says
     before, after = [n / 40 for n in range(12)], [n / 40 + (0.3 if n % 4 else 0.5) for n in range(12)]
     rose, fell = scored([before, after]), scored([after, before])
     said = verdict_of(rose)
-    assert re.findall(r"\d+\.\d\d", said)[:3] == ["0.14", "0.49", "0.35"]
+    assert [float(number) for number in re.findall(r"\d+\.\d+", said)[:3]] == pytest.approx(
+        [0.1375, 0.4875, 0.35], abs=1e-3
+    )
     says("report", f"{said}\n{verdict_of(fell)}")
     page = rendered(content([rose]))
     assert page.index(said) < page.index("<main")
