@@ -48,7 +48,7 @@ class Share:
         return cls(float(value), float(low), float(high), len(values))
 
     def __str__(self) -> str:
-        return f"{self.value:6.1%}  [{self.low:.1%}, {self.high:.1%}]"
+        return f"{self.value:.1%} [{self.low:.1%}, {self.high:.1%}]"
 
 
 def few_prompts(prompts: int) -> str:
