@@ -6,8 +6,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -63,8 +63,6 @@ EXAMPLES = """\
   rlpost eval model=runs/my-run
   rlpost eval model=my-run env=gsm8k env.limit=64
   rlpost eval model=runs/my-run 'eval.k=[1,8]' --name my-run
-  rlpost eval compare before my-run
-  rlpost eval show my-run
   rlpost eval -m model=smollm2,runs/my-run
 """
 COMPARE_SHORT = "Say whether one evaluation is better than another."
@@ -147,8 +145,17 @@ def evaluate_once(words: list[str], typed: list[str], out: Path | None, name: st
     composed = compose_and_check(EVAL, words, as_json=as_json, typed=typed)
     folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{composed.model_name}")
     print("\n".join(map(printable, played_lines(composed))), file=sys.stderr, flush=True)
-    with stdout_on_stderr() if as_json else nullcontext():
-        record, result = score(composed, folder, typed)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
+    try:
+        with stdout_on_stderr() if as_json else nullcontext():
+            record, result = score(composed, folder, typed)
+    finally:
+        for each in (folder, EVALS):
+            with suppress(OSError):  # it holds something
+                each.rmdir()
     if as_json:
         print_json(record)
     else:
@@ -199,20 +206,22 @@ def show(
     if folder is not None or evaluation is None:
         list_evaluations(folder or EVALS, as_json=as_json)
         return
-    from rlpost.evaluation.saved import figures_of, find_evaluation, read_completions
+    from rlpost.evaluation.saved import figures_of, find_evaluation, read_evaluation
 
     place = find_evaluation(evaluation, step)
-    rows, figures = read_completions(place), figures_of(place)
+    saved = read_evaluation(place)
+    rows, figures = saved.samples, figures_of(place, saved)
+    name, about = _about(place, saved.record)
     kept = [row for row in _sorted(rows, sort, reverse=best) if not failed or not row["valid"]]
     kept = [row for row in kept if text.lower() in f"{row['prompt']}\n{row['completion']}".lower()]
     kept = kept if sort == "length" else one_of_each_first(kept, "prompt_number")
     if as_json:
         plain = {title: figure.as_dict() for title, figure in figures.items()}
         shown = [{**row, "expected": _expected(row, full=True)} for row in kept[:limit]]
-        about = {"name": _about(place)[0], "table": str(place), "figures": plain}
-        print_json({**about, "found": len(kept), "completions": shown})
+        found = {"name": name, "table": str(place), "figures": plain}
+        print_json({**found, "found": len(kept), "completions": shown})
         return
-    lines = headline(place, figures, rows)
+    lines = headline(name, about, figures, rows)
     several = len({row["sample"] for row in rows}) > 1
     for row in kept[:limit]:
         heading = f"prompt {row['prompt_number']}" + (f", sample {row['sample']}" if several else "")
@@ -231,72 +240,66 @@ def _folder_of_evaluations(name: str | None) -> Path | None:
 
 
 def list_evaluations(folder: Path, *, as_json: bool) -> None:
-    """Print the evaluations in a folder, the newest first."""
-    found = saved_evaluations(folder)
+    """Print the evaluations in a folder and its sweeps, the newest first."""
+    below = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    found = [parent / name / RESULT for parent in (folder, *below) for name in evaluation_names(parent)]
+    found.sort(key=lambda result: (result.stat().st_mtime, result), reverse=True)
     if as_json:
-        print_json([_summary(*each) for each in found])
+        print_json([_summary(folder, result) for result in found])
     elif found:
-        print("\n".join(list_lines(found)))
+        rows = [("evaluation", "model", "env", "figure", "n", "age"), *(_row(folder, result) for result in found)]
+        heading, *lines = table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0))
+        print("\n".join([painted(heading, DIM, sys.stdout), *lines]))
     else:
         print(f"no evaluations in {folder}/ yet: rlpost eval makes one", file=sys.stderr)
 
 
-def saved_evaluations(folder: Path) -> list[tuple[str, dict[str, Any], float]]:
-    """Name, `result.json` and time of every evaluation in a folder and its sweeps, the newest first."""
-    below = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    found = [parent / name for parent in (folder, *below) for name in evaluation_names(parent)]
-    timed = sorted(((path / RESULT).stat().st_mtime, path) for path in found)
-    return [(str(path.relative_to(folder)), json_in(path / RESULT), when) for when, path in reversed(timed)]
-
-
-def list_lines(found: Sequence[tuple[str, dict[str, Any], float]]) -> list[str]:
-    """The table of evaluations."""
+def _summary(folder: Path, result: Path) -> dict[str, Any]:
+    """An evaluation in `folder`, for JSON."""
     from rlpost.evaluation.saved import figures_in, metrics_of
 
-    rows: list[Sequence[str]] = [("evaluation", "model", "env", "figure", "n", "age")]
-    for name, record, when in found:
-        figures = figures_in(metrics_of(record["result"]))
-        title = next((t for t in ("accuracy", "reward") if t in figures and figures[t].value), next(iter(figures)))
-        cells = (name, slug(record["model"]), record["choices"]["env"], f"{title:<8} {figures[title]}")
-        rows.append((*map(printable, cells), str(figures[title].prompts), age(when)))
-    heading, *lines = table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0))
-    return [painted(heading, DIM, sys.stdout), *lines]
-
-
-def _summary(name: str, record: dict[str, Any], when: float) -> dict[str, Any]:
-    from rlpost.evaluation.saved import figures_in, metrics_of
-
+    record = json_in(result)
     figures = figures_in(metrics_of(record["result"]))
     return {
-        "name": name,
+        "name": str(result.parent.relative_to(folder)),
         "folder": record["folder"],
         "model": record["model"],
         "env": record["choices"]["env"],
         "samples": record["result"]["num_samples"],
         "figures": {title: figure.as_dict() for title, figure in figures.items()},
-        "finished": datetime.fromtimestamp(when, UTC).isoformat(timespec="seconds"),
+        "finished": datetime.fromtimestamp(result.stat().st_mtime, UTC).isoformat(timespec="seconds"),
     }
 
 
-def _about(place: Path) -> tuple[str, str]:
-    """The name of the evaluation with this table of samples, and what it measured."""
-    from rlpost.evaluation.saved import record_of
+def _row(folder: Path, result: Path) -> tuple[str, ...]:
+    """An evaluation in `folder`, for the table: its accuracy, or its reward if no answer was right."""
+    from rlpost.evaluation.saved import figures_in, metrics_of
 
+    record = json_in(result)
+    figures = figures_in(metrics_of(record["result"]))
+    title = next((t for t in ("accuracy", "reward") if t in figures and figures[t].value), next(iter(figures)))
+    name, model = str(result.parent.relative_to(folder)), slug(record["model"])
+    cells = (name, model, record["choices"]["env"], f"{title:<8} {figures[title]}")
+    return (*map(printable, cells), str(figures[title].prompts), age(result.stat().st_mtime))
+
+
+def _about(place: Path, record: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of the evaluation with this table of samples, and what it measured."""
     if place.parent.name == HELD_OUT:
         step = int(place.stem.removeprefix("step-"))
-        return place.parents[1].name, f"held-out prompts, {f'after step {step}' if step else 'before training'}"
-    record, when = record_of(place), f"{age(place.stat().st_mtime)} ago"
+        when = f"after step {step}" if step else "before training"
+        return printable(place.parents[1].name), f"held-out prompts, {when}"
+    when = f"{age(place.stat().st_mtime)} ago"
     if not record:
-        return str(place), when
+        return printable(str(place)), when
     samples = record["result"]["num_samples"]
     drawn = "greedy" if samples == 1 else f"{samples} completions each"
     drawn = "demonstrated replies" if "loss" in record["result"] else drawn
     return printable(place.parent.name), f"{record['choices']['env']}, model {record['model']}, {drawn}, {when}"
 
 
-def headline(place: Path, figures: Mapping[str, Interval], rows: Sequence[Row]) -> list[str]:
+def headline(name: str, about: str, figures: Mapping[str, Interval], rows: Sequence[Row]) -> list[str]:
     """The evaluation, its figures, and what went wrong in it."""
-    name, about = _about(place)
     first, *others = paragraph(f"{name}  {about}", output_width())
     lines = [painted(first[: len(name)], BOLD, sys.stdout) + first[len(name) :], *others]
     strict, lenient = ([f.value] if (f := figures.get(title)) else [] for title in ("strict", "accuracy"))
@@ -391,53 +394,34 @@ def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> P
     return folder
 
 
-@contextmanager
-def reserved(folder: Path) -> Iterator[None]:
-    """Make the folder before any long work, and remove it again if nothing was written into it.
-
-    Raises CheckpointError if it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
-    try:
-        yield
-    finally:
-        for each in (folder, EVALS):
-            with suppress(OSError):  # it holds something
-                each.rmdir()
-
-
 def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], Result]:
     """Evaluate, with progress on stderr, and write `folder`; returns the content of `result.json`, and its figures."""
     composed, _ = resolved(composed)
     settings = composed.settings
     began = time.monotonic()
-    with reserved(folder):
-        with StatusLine(f"loading {settings.model.path}") as status:
-            from rlpost.evaluation.saved import write_evaluation
-            from rlpost.record import PRECISION
-            from rlpost.runs.folder import environment
+    with StatusLine(f"loading {settings.model.path}") as status:
+        from rlpost.evaluation.saved import write_evaluation
+        from rlpost.record import PRECISION
+        from rlpost.runs.folder import environment
 
-            if settings.env.scores:
-                from rlpost.train.assemble import evaluate_command as evaluated
-            else:
-                from rlpost.train.demonstrated import evaluate_demonstrations as evaluated
+        if settings.env.scores:
+            from rlpost.train.assemble import evaluate_command as evaluated
+        else:
+            from rlpost.train.demonstrated import evaluate_demonstrations as evaluated
 
-            model = resolve_model_path(settings.model.path)  # now: a run may save a later checkpoint meanwhile
-            evaluation = evaluated(settings, partial(status.now, "evaluating"), status.precision, status.note)
-        record = {
-            "folder": str(folder),
-            "command": typed,
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - began, 1),
-            "model": str(Path(model).resolve()) if Path(model).exists() else model,
-            "choices": composed.choices,
-            "overrides": composed.overrides,
-            "settings": composed.as_dict(),
-            "environment": environment(settings.seed) | {PRECISION: evaluation.precision},
-            "result": evaluation.result.as_dict(),
-        }
-        write_evaluation(folder, record, evaluation.played, evaluation.demonstrated)
+        model = resolve_model_path(settings.model.path)  # now: a run may save a later checkpoint meanwhile
+        evaluation = evaluated(settings, partial(status.now, "evaluating"), status.precision, status.note)
+    record = {
+        "folder": str(folder),
+        "command": typed,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - began, 1),
+        "model": str(Path(model).resolve()) if Path(model).exists() else model,
+        "choices": composed.choices,
+        "overrides": composed.overrides,
+        "settings": composed.as_dict(),
+        "environment": environment(settings.seed) | {PRECISION: evaluation.precision},
+        "result": evaluation.result.as_dict(),
+    }
+    write_evaluation(folder, record, evaluation.played, evaluation.demonstrated)
     return record, evaluation.result

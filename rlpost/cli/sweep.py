@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from rlpost.catalog import Command
+from rlpost.catalog import EVAL, Command
 from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.cli.run_folder import choose_sweep_folder
 from rlpost.cli.runs import candidate_lines
@@ -96,11 +96,6 @@ class Sweep:
     named: bool
     exit_code: int | None = None
     found: dict[str, Any] | None = None  # once the jobs have ended: what `rlpost.evaluation.sweeps` reads from them
-
-    @property
-    def is_of_trainings(self) -> bool:
-        """Whether its jobs are trainings rather than evaluations."""
-        return self.command.verb.startswith("train ")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -175,7 +170,8 @@ def run_jobs(sweep: Sweep) -> int:
     sweep.save()
     _say(f"{len(sweep.jobs)} jobs of rlpost {sweep.command.verb}, one after the other; each has its log.txt in")
     _say(f"{sweep.folder}/")
-    with stop.caught():
+    handlers = {number: signal.signal(number, stop) for number in STOPPED_BY}
+    try:
         for number, job in enumerate(sweep.jobs, start=1):
             place = f"{number}/{len(sweep.jobs)}"
             if job.exit_code == 0:
@@ -187,6 +183,9 @@ def run_jobs(sweep: Sweep) -> int:
             _say_end(place, HOW.get(job.exit_code, f"failed ({job.exit_code})"), job)
             if stop.exit_code or job.exit_code == ConfigError.exit_code:
                 break
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     from rlpost.evaluation.sweeps import read_sweep
 
     found = read_sweep(sweep.folder)
@@ -243,53 +242,29 @@ def _print_plan(planned: Sweep, options: SweepOptions) -> None:
 
 
 class Stop:
-    """Passes Ctrl-C, SIGTERM and SIGHUP on to the running job, which saves and ends.
+    """Passes Ctrl-C, SIGTERM and SIGHUP on to the running job, which saves and ends: a handler of signals.
 
     The job has a session of its own, so that each Ctrl-C reaches it once and only through this class;
     at the second one it leaves at once.
     """
 
-    def __init__(self) -> None:
-        self.exit_code = 0
-        self._process: subprocess.Popen[bytes] | None = None
+    exit_code = 0  # of the sweep, once a signal has come
+    process: subprocess.Popen[bytes] | None = None
 
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch the signals meanwhile."""
-        previous = {number: signal.signal(number, self._on_signal) for number in STOPPED_BY}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    @contextmanager
-    def reaching(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
-        """Pass signals on to `process` meanwhile, also one that has come already."""
-        self._process = process
-        if self.exit_code:
-            process.send_signal(signal.SIGINT)
-        try:
-            yield
-        finally:
-            self._process = None
-            if process.poll() is None:  # an error in this process must not leave the job behind
-                process.terminate()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         if not self.exit_code:
             self.exit_code = STOPPED_BY[signal.Signals(number)]
             with suppress(OSError):  # there may be no terminal any more
-                os.write(sys.__stderr__.fileno(), STOPPING)  # print is not safe within a signal handler
-        if self._process is not None:
+                os.write(2, STOPPING)  # print is not safe within a signal handler
+        if self.process is not None:
             # a job dies of SIGHUP; it saves on SIGTERM
-            self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 def job_command(sweep: Sweep, job: Job) -> list[str]:
     """The command of a job; `-P` keeps a folder of the user's, vllm for example, from being imported."""
     command = [sys.executable, "-P", "-m", "rlpost", *sweep.command.verb.split(), *job.words, "--json"]
-    goes_on = sweep.is_of_trainings and is_run_folder(job.folder)
+    goes_on = sweep.command is not EVAL and is_run_folder(job.folder)
     return [*command, "--out", str(job.folder), *(["--resume", "auto"] if goes_on else [])]
 
 
@@ -307,11 +282,13 @@ def _run(sweep: Sweep, job: Job, stop: Stop) -> None:
     begun = time.monotonic()
     with log, tempfile.TemporaryFile() as answer:
         log_start = log.tell()
-        process = subprocess.Popen(
+        process = stop.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True, env=unguarded()
         )
-        with stop.reaching(process):
-            process.wait()
+        if stop.exit_code:  # the signal came before the process
+            process.send_signal(signal.SIGINT)
+        process.wait()
+        stop.process = None
         answer.seek(0)
         output = answer.read()
     job.exit_code, job.result = shell_code(process.returncode), _result(output)

@@ -46,19 +46,19 @@ SCHEMA = pa.schema(
 LATER = ("task", "prompt_messages", "loss")  # columns that older tables lack
 Row = dict[str, Any]
 MOST_NAMED = 8  # most evaluations that a hint lists
-COMPARED = ("prompt_id", "prompt_number", "reward", "accuracy_strict", "accuracy_lenient", "valid", "tokens")
 
 
 @dataclass(frozen=True)
 class SavedEvaluation:
-    """An evaluation read back: `result.json`, and the columns of `samples.parquet` that a comparison needs.
+    """An evaluation read back: the completions of its table, and the `result.json` beside it.
 
-    `record` is empty for a table without a `result.json` beside it.
+    `record` is empty for a table without one, as a run's held-out evaluations are. `samples` have the names of
+    `SCHEMA`, without ids; `reward_parts` is a dict and `task` the task itself, empty in a table without tasks.
     """
 
     name: str
     record: dict[str, Any]
-    samples: list[dict[str, Any]]
+    samples: list[Row]
 
 
 def write_evaluation(
@@ -157,19 +157,12 @@ def figures_in(row: Mapping[str, Any]) -> dict[str, Interval]:
     return {title: figure for title, key in keys.items() if (figure := interval(row, key)) is not None}
 
 
-def figures_of(table: Path) -> dict[str, Interval]:
-    """The figures, by title, of the evaluation whose completions are in `table`; empty if none are recorded."""
-    if table.parent.name == paths.HELD_OUT:
-        rows = read_run(table.parents[1]).metrics
-        return next((figures_in(row) for row in rows if held_out_table(table.parents[1], row["step"]) == table), {})
-    record = record_of(table)
-    return figures_in(metrics_of(record["result"])) if record else {}
-
-
-def record_of(table: Path) -> dict[str, Any]:
-    """The result.json of a table of samples; empty without one."""
-    result = table.with_name(paths.RESULT)
-    return json_in(result) if table.name == paths.SAMPLES and result.is_file() else {}
+def figures_of(table: Path, saved: SavedEvaluation) -> dict[str, Interval]:
+    """The figures, by title, of the evaluation `saved` in `table`; empty if none are recorded."""
+    if saved.record:
+        return figures_in(metrics_of(saved.record["result"]))
+    rows = read_run(table.parents[1]).metrics if table.parent.name == paths.HELD_OUT else []
+    return next((figures_in(row) for row in rows if held_out_table(table.parents[1], row["step"]) == table), {})
 
 
 def find_evaluation(name: str, step: int | None = None) -> Path:
@@ -215,42 +208,28 @@ def _held_out(run: Path, step: int | None) -> Path:
     raise ConfigError(f"{run} holds no held-out completions: make some with rlpost eval model={paths.as_model(run)}")
 
 
-def read_evaluation(samples: Path) -> SavedEvaluation:
+def read_evaluation(samples: Path, *, with_ids: bool = False) -> SavedEvaluation:
     """Read a table of samples and the `result.json` beside it.
 
     Raises DataError for files that cannot be read or lack a column.
     """
+    result = samples.with_name(paths.RESULT)
+    is_whole = samples.name == paths.SAMPLES and result.is_file()
+    names = [name for name in SCHEMA.names if with_ids or name != "token_ids"]
     try:
-        record = record_of(samples)
+        record = json_in(result) if is_whole else {}
         there = pq.read_schema(samples).names
-        missing = [name for name in COMPARED if name not in there]
-        columns = [*COMPARED, "loss"] if "loss" in there else list(COMPARED)
-        rows = [] if missing else pq.read_table(samples, columns=columns).to_pylist()
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
-    if missing:
-        raise DataError(f"{samples} has no column {', '.join(missing)}: it is not a table that rlpost eval wrote")
-    return SavedEvaluation(samples.parent.name if record else str(samples), record, rows)
-
-
-def read_completions(samples: Path) -> list[dict[str, Any]]:
-    """Every completion of a table of samples without its ids, under the names of `SCHEMA`.
-
-    `reward_parts` is a dict and `task` the task itself, empty in a table without tasks. Raises DataError for a file
-    that cannot be read or lacks another column.
-    """
-    try:
-        there = pq.read_schema(samples).names
-        names = [name for name in SCHEMA.names if name != "token_ids" and (name in there or name not in LATER)]
-        rows = pq.read_table(samples, columns=names).to_pylist()
+        if missing := [name for name in names if name not in (*there, *LATER)]:
+            raise DataError(f"{samples} has no column {', '.join(missing)}: it is not a table that rlpost eval wrote")
+        rows = pq.read_table(samples, columns=[name for name in names if name in there]).to_pylist()
         for row in rows:
             row["reward_parts"] = dict(row["reward_parts"] or ())
             row["task"] = json.loads(row.get("task") or "{}")
             if row["reward"] is not None and not math.isfinite(row["reward"]):
                 row["reward"] = None
-    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+    except (OSError, json.JSONDecodeError, pa.ArrowException) as error:
         raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
-    return rows
+    return SavedEvaluation(samples.parent.name if is_whole else str(samples), record, rows)
 
 
 def is_evaluation(file: Path) -> bool:
@@ -267,11 +246,11 @@ def read_sampled(samples: Path) -> list[dict[str, Any]]:
     A prompt is a group of step 0, and all ids are sampled; `mask` is None for a conversation of several turns, whose
     sampled ids are not recorded. Raises DataError for a file that cannot be read or lacks a column.
     """
-    rows = read_completions(samples)
-    for row, ids in zip(rows, pq.read_table(samples, columns=["token_ids"])["token_ids"].to_pylist(), strict=True):
-        row |= {"step": 0, "group": row["prompt_number"], "token_ids": ids}
+    rows = read_evaluation(samples, with_ids=True).samples
+    for row in rows:
+        row |= {"step": 0, "group": row["prompt_number"]}
         row["turns"] = [{"role": "assistant", "content": row["completion"]}]
-        row["mask"] = [True] * len(ids) if row["tokens"] == len(ids) else None
+        row["mask"] = [True] * row["tokens"] if row["tokens"] == len(row["token_ids"]) else None
         row["restarts"] = []  # which only a conversation of several turns has
         row.setdefault("prompt_messages", None)
     return rows
@@ -296,11 +275,11 @@ def latest_held_out(run: Path) -> SavedEvaluation:
 
     Raises DataError if there is neither.
     """
-    if steps := [step for step in held_out_steps(run) if step > 0]:
-        return read_evaluation(held_out_table(run, steps[-1]))
-    if (table := evaluation_of(run)) is not None:
-        return read_evaluation(table)
-    raise DataError(f"{run} holds no held-out completions after training")
+    steps = [step for step in held_out_steps(run) if step > 0]
+    table = held_out_table(run, steps[-1]) if steps else evaluation_of(run)
+    if table is None:
+        raise DataError(f"{run} holds no held-out completions after training")
+    return read_evaluation(table)
 
 
 def evaluation_of(run: Path) -> Path | None:

@@ -27,7 +27,7 @@ from rlpost.config.paths import RUNS, as_model, newest_checkpoint
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
 from rlpost.evaluation.comparison import Comparison, compare
-from rlpost.evaluation.saved import held_out_steps, held_out_table, read_completions, read_evaluation
+from rlpost.evaluation.saved import held_out_steps, held_out_table, read_evaluation
 from rlpost.files import replaced
 from rlpost.record import CHOSEN, REWARD, one_of_each_first
 from rlpost.report.curves import curves_of, short, story_keys, time_of
@@ -238,9 +238,9 @@ def _held_out_tables(record: RunRecord, unread: list[str]) -> tuple[Sequence[Seq
     known = held_out_steps(record.folder)
     if len(known) < 2:
         return [], None
-    files = [held_out_table(record.folder, step) for step in (known[0], known[-1])]
     try:
-        tables, compared = [read_completions(file) for file in files], compare(*map(read_evaluation, files))
+        evaluations = [read_evaluation(held_out_table(record.folder, step)) for step in (known[0], known[-1])]
+        tables, compared = [each.samples for each in evaluations], compare(*evaluations)
         return [] if "loss" in compared.measures else tables, compared  # demonstrated replies never change
     except DataError as error:
         unread.append(f"held-out prompts are not compared: {error}")
