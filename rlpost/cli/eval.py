@@ -20,9 +20,7 @@ from typer.core import TyperCommand
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
 from rlpost.cli.plan import compose_and_check, resolved
-from rlpost.cli.rollouts import below_each_other, completion_block
 from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder
-from rlpost.cli.runs import age
 from rlpost.cli.terminal import (
     BOLD,
     DIM,
@@ -35,7 +33,7 @@ from rlpost.cli.terminal import (
     stdout_on_stderr,
 )
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
-from rlpost.cli.views import table
+from rlpost.cli.views import age, below_each_other, completion_block, table
 from rlpost.config.paths import (
     EVALS,
     RESULT,
