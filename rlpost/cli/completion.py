@@ -105,8 +105,8 @@ def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
 
 
 def complete_side(ctx: typer.Context, incomplete: str) -> Answers:
-    """A recipe or a run, as `config diff` compares them."""
-    return _answers(ctx, _recipes() | {f"{RUNS}/{name}": "a run" for name in run_names()}, incomplete)
+    """A run, a sweep or a recipe, as `runs compare` compares them."""
+    return [*complete_run_or_sweep(ctx, incomplete), *_answers(ctx, _recipes(), incomplete)]
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> Answers:

@@ -19,12 +19,9 @@ from typer.core import TyperCommand
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
 from rlpost.cli.plan import compose_and_check, resolved
-from rlpost.cli.rollouts import completion_block
 from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder
-from rlpost.cli.runs import age
 from rlpost.cli.terminal import (
     BOLD,
-    DIM,
     StatusLine,
     output_width,
     painted,
@@ -34,7 +31,7 @@ from rlpost.cli.terminal import (
     stdout_on_stderr,
 )
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
-from rlpost.cli.views import table
+from rlpost.cli.views import age, completion_block, table
 from rlpost.config.paths import (
     EVALS,
     HELD_OUT,
@@ -248,8 +245,7 @@ def list_evaluations(folder: Path, *, as_json: bool) -> None:
         print_json([_summary(folder, result) for result in found])
     elif found:
         rows = [("evaluation", "model", "env", "figure", "n", "age"), *(_row(folder, result) for result in found)]
-        heading, *lines = table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0))
-        print("\n".join([painted(heading, DIM, sys.stdout), *lines]))
+        print("\n".join(table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0), heading=True)))
     else:
         print(f"no evaluations in {folder}/ yet: rlpost eval makes one", file=sys.stderr)
 

@@ -28,9 +28,8 @@ import yaml
 from rlpost.catalog import EVAL, Command
 from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.cli.run_folder import choose_sweep_folder
-from rlpost.cli.runs import candidate_lines
 from rlpost.cli.terminal import output_width, print_json, stdout_on_stderr
-from rlpost.cli.views import table
+from rlpost.cli.views import candidate_lines, table
 from rlpost.config.overrides import parse_words, shown, values_of
 from rlpost.config.paths import RESULT, SAMPLES, SWEEP_FILE, is_run_folder
 from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, RlpostError

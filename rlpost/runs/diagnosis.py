@@ -252,7 +252,7 @@ def reward_up_accuracy_down(run: Diagnosis) -> Symptom | None:
     if reward is None or accuracy is None or reward[1] < reward[0] + 0.05 or accuracy[1] > accuracy[0] - 0.05:
         return None
     evidence = f"reward {_change(reward)}, accuracy {_change(accuracy)}"
-    fix = "rlpost rollouts show RUN shows the best completions; correct the reward"
+    fix = "rlpost runs rollouts RUN shows the best completions; correct the reward"
     return Symptom("reward hacking", run.steps(), evidence, fix)
 
 
@@ -262,7 +262,7 @@ def reward_without_accuracy(run: Diagnosis) -> Symptom | None:
     if reward is None or reward[1] < reward[0] + 0.05 or not accuracy or any(accuracy):
         return None
     evidence = f"reward {_change(reward)}, and no completion was right in {len(accuracy)} steps"
-    fix = "rlpost rollouts show RUN shows the completions that earn it; let a right answer earn more"
+    fix = "rlpost runs rollouts RUN shows the completions that earn it; let a right answer earn more"
     return Symptom("reward without accuracy", run.steps(), evidence, fix)
 
 
