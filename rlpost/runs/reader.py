@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config import paths
@@ -27,21 +27,21 @@ from rlpost.record import (
     FACTS,
     FAILED,
     FINISHED,
-    HELD_OUT_FIGURES,
     INCIDENT,
     STOPPED,
     TOTAL_STEPS,
     TRAINED_LOSSES,
     Fact,
+    HeldOut,
     Interval,
     facts_in,
     has_evaluation,
+    held_out,
     interval,
     late_mean,
     number,
     read_metrics,
     trained_loss,
-    worth_showing,
 )
 from rlpost.settings.base import NAME
 from rlpost.settings.commands import says_where
@@ -63,15 +63,6 @@ class RunState(Enum):
     failed = "failed"  # with an error, which log.txt has
     killed = "killed"  # log.txt has no end: the process was killed, or the machine went down
     unknown = "unknown"  # log.txt says nothing
-
-
-class HeldOut(NamedTuple):
-    """A held-out figure before and after training; None where it was not measured."""
-
-    name: str
-    key: str
-    before: Interval | None
-    after: Interval | None
 
 
 @dataclass(frozen=True)
@@ -293,9 +284,7 @@ class RunRecord:
 
     def held_out(self, until: int | None = None) -> list[HeldOut]:
         """The held-out figures worth showing, before training and after it (at the latest after step `until`)."""
-        rows = [self.evaluation(before=True) or {}, self.evaluation(before=False, until=until) or {}]
-        shown = worth_showing({key: [number(row, key) for row in rows] for _, key in HELD_OUT_FIGURES})
-        return [HeldOut(name, key, *(interval(r, key) for r in rows)) for name, key in HELD_OUT_FIGURES if key in shown]
+        return held_out(self.evaluation(before=True) or {}, self.evaluation(before=False, until=until) or {})
 
     # Its completions
 
