@@ -130,9 +130,8 @@ def evaluate(
 
         options = SweepOptions(out, name, resume, dry_run=dry_run, as_json=as_json)
         raise typer.Exit(sweep(EVAL, words, typed, options))
-    for flag, given in (("--resume", resume), ("--dry-run", dry_run or None)):
-        if given is not None:
-            raise ConfigError(f"{flag} belongs to a sweep of several evaluations: add -m, or leave it out")
+    if resume is not None or dry_run:
+        raise ConfigError("--resume and --dry-run belong to a sweep of several evaluations: add -m, or leave them out")
     with saying_stopped("stopping: the evaluation is abandoned, nothing is written"):
         evaluate_once(words, typed, out, name, as_json=as_json)
 
@@ -201,6 +200,8 @@ def show(
     """
     folder = _folder_of_evaluations(evaluation)
     if folder is not None or evaluation is None:
+        if failed or text or step is not None:
+            raise ConfigError("name one evaluation to choose among its completions: rlpost eval show lists them")
         list_evaluations(folder or EVALS, as_json=as_json)
         return
     from rlpost.evaluation.saved import figures_of, find_evaluation, read_evaluation
@@ -213,9 +214,8 @@ def show(
     kept = [row for row in kept if text.lower() in f"{row['prompt']}\n{row['completion']}".lower()]
     kept = kept if sort == "length" else one_of_each_first(kept, "prompt_number")
     if as_json:
-        plain = {title: figure.as_dict() for title, figure in figures.items()}
         shown = [{**row, "expected": _expected(row, full=True)} for row in kept[:limit]]
-        found = {"name": name, "table": str(place), "figures": plain}
+        found = {"name": name, "table": str(place), "figures": _plain(figures)}
         print_json({**found, "found": len(kept), "completions": shown})
         return
     lines = headline(name, about, figures, rows)
@@ -239,44 +239,46 @@ def _folder_of_evaluations(name: str | None) -> Path | None:
 def list_evaluations(folder: Path, *, as_json: bool) -> None:
     """Print the evaluations in a folder and its sweeps, the newest first."""
     below = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    found = [parent / name / RESULT for parent in (folder, *below) for name in evaluation_names(parent)]
-    found.sort(key=lambda result: (result.stat().st_mtime, result), reverse=True)
+    results = [parent / name / RESULT for parent in (folder, *below) for name in evaluation_names(parent)]
+    results.sort(key=lambda result: (result.stat().st_mtime, result), reverse=True)
+    found = [_summary(folder, result) for result in results]
     if as_json:
-        print_json([_summary(folder, result) for result in found])
+        print_json([{**each, "figures": _plain(each["figures"])} for each in found])
     elif found:
-        rows = [("evaluation", "model", "env", "figure", "n", "age"), *(_row(folder, result) for result in found)]
+        rows = [("evaluation", "model", "env", "figure", "n", "age"), *map(_row, found)]
         print("\n".join(table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0), heading=True)))
     else:
         print(f"no evaluations in {folder}/ yet: rlpost eval makes one", file=sys.stderr)
 
 
 def _summary(folder: Path, result: Path) -> dict[str, Any]:
-    """An evaluation in `folder`, for JSON."""
+    """What the list says of an evaluation in `folder`."""
     from rlpost.evaluation.saved import figures_in, metrics_of
 
     record = json_in(result)
-    figures = figures_in(metrics_of(record["result"]))
     return {
         "name": str(result.parent.relative_to(folder)),
         "folder": record["folder"],
         "model": record["model"],
         "env": record["choices"]["env"],
         "samples": record["result"]["num_samples"],
-        "figures": {title: figure.as_dict() for title, figure in figures.items()},
+        "figures": figures_in(metrics_of(record["result"])),
         "finished": datetime.fromtimestamp(result.stat().st_mtime, UTC).isoformat(timespec="seconds"),
     }
 
 
-def _row(folder: Path, result: Path) -> tuple[str, ...]:
-    """An evaluation in `folder`, for the table: its accuracy, or its reward if no answer was right."""
-    from rlpost.evaluation.saved import figures_in, metrics_of
+def _plain(figures: Mapping[str, Interval]) -> dict[str, Any]:
+    """Figures for JSON."""
+    return {title: figure.as_dict() for title, figure in figures.items()}
 
-    record = json_in(result)
-    figures = figures_in(metrics_of(record["result"]))
+
+def _row(each: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of the list: with the accuracy, or with the reward if no answer was right."""
+    figures = each["figures"]
     title = next((t for t in ("accuracy", "reward") if t in figures and figures[t].value), next(iter(figures)))
-    name, model = str(result.parent.relative_to(folder)), slug(record["model"])
-    cells = (name, model, record["choices"]["env"], f"{title:<8} {figures[title]}")
-    return (*map(printable, cells), str(figures[title].prompts), age(result.stat().st_mtime))
+    cells = (each["name"], slug(each["model"]), each["env"], f"{title:<8} {figures[title]}")
+    since = datetime.fromisoformat(each["finished"]).timestamp()
+    return (*map(printable, cells), str(figures[title].prompts), age(since))
 
 
 def _about(place: Path, record: Mapping[str, Any]) -> tuple[str, str]:

@@ -23,8 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from rlpost.catalog import EVAL, Command
 from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.cli.run_folder import choose_sweep_folder
@@ -67,7 +65,6 @@ class Job:
     words: list[str]
     folder: Path = Path()
     overrides: list[str] = field(default_factory=list)  # that compose to the same configuration again
-    yaml: str = ""
     exit_code: int | None = None  # until it has ended
     seconds: float = 0.0
     error: str | None = None
@@ -123,12 +120,11 @@ def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options
     Checks every configuration before it begins the first job: one that cannot work raises ConfigError
     or DataError and names its job.
     """
-    planned = plan(command, words, typed, options)
     if options.cfg:
-        _print_configurations(planned, options)
-        return 0
+        raise ConfigError("--cfg prints one configuration: leave out -m, or list the jobs with --dry-run")
+    planned = plan(command, words, typed, options)
     if options.dry_run:
-        _print_plan(planned, options)
+        print_json(planned.as_dict()) if options.as_json else print("\n".join(plan_lines(planned)))
         return 0
     with stdout_on_stderr() if options.as_json else nullcontext():
         planned.exit_code = run_jobs(planned)
@@ -152,7 +148,7 @@ def plan(command: Command[Any], words: Sequence[str], typed: list[str], options:
     resumes = options.resume is not None and (folder / SWEEP_FILE).is_file()
     recorded = {job["name"]: job for job in json_in(folder / SWEEP_FILE)["jobs"]} if resumes else {}
     for job, its in zip(jobs, composed, strict=True):
-        job.folder, job.overrides, job.yaml = folder / job.name, its.overrides, its.yaml
+        job.folder, job.overrides = folder / job.name, its.overrides
         known = recorded.get(job.name)
         if known is not None and known["exit_code"] == 0 and known["overrides"] == its.overrides:
             job.exit_code, job.seconds, job.result = 0, known["seconds"], known["result"]
@@ -216,25 +212,14 @@ def _say(line: str) -> None:
     print(shortened(printable(line), width) if width else printable(line), flush=True)
 
 
-def _print_configurations(planned: Sweep, options: SweepOptions) -> None:
-    if options.as_json:
-        print_json({job.name: yaml.safe_load(job.yaml) for job in planned.jobs})
-        return
-    for number, job in enumerate(planned.jobs, start=1):
-        print(f"--- # job {number} of {len(planned.jobs)}: {printable(job.title)}")
-        print(job.yaml, end="")
-
-
-def _print_plan(planned: Sweep, options: SweepOptions) -> None:
-    if options.as_json:
-        print_json(planned.as_dict())
-        return
+def plan_lines(planned: Sweep) -> list[str]:
+    """The jobs that would run, and those that are done."""
     rows = [
         (str(number), "done" if job.exit_code == 0 else "", job.name, printable(job.title))
         for number, job in enumerate(planned.jobs, start=1)
     ]
-    print(f"{len(rows)} jobs of rlpost {planned.command.verb}, one after the other, in {planned.folder}")
-    print("\n".join(table(rows, output_width(200), right=[0], cuttable=[2, 3])))
+    head = f"{len(rows)} jobs of rlpost {planned.command.verb}, one after the other, in {planned.folder}"
+    return [head, *table(rows, output_width(200), right=[0], cuttable=[2, 3])]
 
 
 # Running the jobs

@@ -186,8 +186,8 @@ def find_evaluation(name: str, step: int | None = None) -> Path:
     if run is not None:
         return _held_out(run, None)
     if path.exists():
-        jobs = ", ".join(str(path / job) for job in paths.evaluation_names(path))
-        advice = f"name two of {jobs}" if jobs else "rlpost eval makes one"
+        inside = bool(paths.evaluation_names(path))
+        advice = f"rlpost eval show {name} lists those in it" if inside else "rlpost eval makes one"
         raise ConfigError(f"{name} is not an evaluation, with {paths.RESULT} and {paths.SAMPLES}: {advice}")
     names = paths.evaluation_names(path.parent if is_path else paths.EVALS)
     near = nearest(path.name, names)

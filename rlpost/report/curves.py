@@ -21,7 +21,6 @@ from rlpost.record import (
     number,
 )
 from rlpost.runs.reader import RunRecord, RunState
-from rlpost.text import counted
 
 Row = Mapping[str, Any]
 Points = list[list[float]]  # [step, value], or [step, value, low, high] with the ends of a 95% interval
@@ -116,20 +115,16 @@ def curves_of(runs: Sequence[RunRecord], story: Sequence[str]) -> tuple[list[dic
     known = list(dict.fromkeys(key for each in points for key in each))
     order = [*story, *WORDS, *sorted(key for key in known if key not in WORDS)]
     shown: list[dict[str, Any]] = []
-    flat: list[str] = []
-    repeated: list[str] = []
+    left_out: list[str] = []
     for key in dict.fromkeys(key for key in order if key in known):
         title, unit = words_of_metric(key)
         lines = [each.get(key, []) for each in points]
-        if key not in story and len({point[1] for line in lines for point in line}) < 2:
-            flat.append(title)
-        elif key not in story and any(curve["lines"] == lines for curve in shown):
-            repeated.append(title)
+        is_flat = len({point[1] for line in lines for point in line}) < 2
+        if key not in story and (is_flat or any(curve["lines"] == lines for curve in shown)):
+            left_out.append(title)
         else:
             shown.append({"key": key, "title": title, "unit": unit, "story": key in story, "lines": lines})
-    parts = [f"{counted(len(flat), 'flat line')}: {', '.join(flat)}"] if flat else []
-    parts += [f"{counted(len(repeated), 'line')} equal to another: {', '.join(repeated)}"] if repeated else []
-    return shown, f"Left out: {'; '.join(parts)}." if parts else ""
+    return shown, f"Left out, flat or equal to another: {', '.join(left_out)}." if left_out else ""
 
 
 def points_of(metrics: Sequence[Row]) -> dict[str, Points]:

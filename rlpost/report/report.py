@@ -13,17 +13,17 @@ import hashlib
 import html
 import json
 import random
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rlpost import __version__
-from rlpost.config.paths import RUNS, as_model, newest_checkpoint
+from rlpost.config.paths import as_model, newest_checkpoint
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
 from rlpost.evaluation.comparison import Comparison, compare
@@ -162,7 +162,7 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
     """(name, value) of what the run is: how far it came, and the facts of its plan."""
     return [
-        ("training", _training(record)),
+        ("training", (record.verb or "train").removeprefix("train ")),
         ("state", record.state.value + (f": {record.error}" if record.error else "")),
         ("steps", f"{record.steps_done} of {record.total_steps or '?'}"),
         *((fact.name, fact.text) for fact in record.facts),
@@ -171,36 +171,23 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
-def _training(record: RunRecord) -> str:
-    return (record.verb or "train").removeprefix("train ")
-
-
 def _line(record: RunRecord) -> str:
     """One line about a run, for the head of its page."""
-    done = f"{record.steps_done} of {record.total_steps or '?'} steps, {record.state.value}"
-    error = f": {record.error}" if record.error else ""
+    its = dict(_facts(record))
     model = record.part("model").get("path", "unknown")
-    return f"{_training(record)} of {model} on {record.data}; {done}{error}; {record.machine}"
+    return f"{its['training']} of {model} on {record.data}; {its['steps']} steps, {its['state']}; {record.machine}"
 
 
 def _warnings(log: str, symptoms: Sequence[str]) -> list[str]:
     """The first warnings and errors of `log`, without repetitions and without those of `symptoms`."""
-    found = [
-        line.partition(lv)[2].strip() for line in log.splitlines() for lv in (" WARNING ", " ERROR ") if lv in line
-    ]
+    found = [line.strip() for line in re.findall(r" (?:WARNING|ERROR) (.*)", log)]
     beginnings = tuple(f"{name} (steps " for name in symptoms)
     return [line for line in dict.fromkeys(found) if not line.startswith(beginnings)][:MOST_WARNINGS]
 
 
 def commands_of(record: RunRecord) -> list[list[str]]:
-    """[what it does, command] of what can be done with the run, typed in the folder where it was made.
-
-    Code is named again: it is taken from a command line alone.
-    """
-    words = [word for line in record.commands for word in words_of(line)]
-    outs = [following for word, following in pairwise(words) if word == "--out"]
-    outs += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
-    model = as_model(Path(outs[-1]) if outs else RUNS / record.folder.name)
+    """[what it does, command] of what can be done with the run. Code is named again: only a command line gives it."""
+    model = as_model(record.folder)
     code = code_of(record.overrides)
     repeat = ["repeat it and compare", shlex.join(["rlpost", "runs", "reproduce", model, *code])]
     if newest_checkpoint(record.folder) is None:  # there is no model yet

@@ -202,8 +202,8 @@ def test_each_command_of_the_page_works_as_it_is_printed(
         assert rlpost([*command[1:], *quicker]) == 0, capsys.readouterr().err
 
 
-def test_commands_name_the_folder_that_the_run_was_given(trained: Path, tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", overrides=["model=tiny", "--out", "elsewhere"])
+def test_commands_name_the_folder_of_the_run(trained: Path, here: Path) -> None:
+    folder = make_run(Path("elsewhere"), overrides=["model=tiny"])
 
     def commands() -> list[list[str]]:
         return [command.split() for _, command in of_run(folder)["commands"]]
