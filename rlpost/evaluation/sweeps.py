@@ -259,10 +259,8 @@ def _verdict(
     lowest, highest = (value, value) if low is None or high is None else (low, high)  # equal for all: no spread
     outside = highest < 0 if by.endswith("loss") else lowest > 0
     better = outside and (low is not None if prompts is None else bool(is_significant(values.mean(0))))
-    size = signed(value, low, high, is_share=by.endswith("accuracy"))
-    size += (f", {counted(len(pairs), 'seed')}" if trains else "") + (
-        f", {counted(prompts, 'prompt')}" if prompts else ""
-    )
+    counts = [counted(len(pairs), "seed")] * trains + ([counted(prompts, "prompt")] if prompts else [])
+    size = ", ".join([signed(value, low, high, is_share=by.endswith("accuracy")), *counts])
     one_seed = trains and len(pairs) == 1
     if one_seed and prompts is None:
         sentence = f"one seed cannot tell {both} apart: {MORE_SEEDS}"
