@@ -271,6 +271,22 @@ def worth_showing(values: Mapping[str, Sequence[float | None]]) -> list[str]:
     return [key for key in kept if adds.get(key, True)]
 
 
+class HeldOut(NamedTuple):
+    """A held-out figure before and after training; None where it was not measured."""
+
+    name: str
+    key: str
+    before: Interval | None
+    after: Interval | None
+
+
+def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[HeldOut]:
+    """The figures worth showing of the metrics of two evaluations, before training and after it."""
+    shown = worth_showing({key: [number(before, key), number(after, key)] for _, key in HELD_OUT_FIGURES})
+    named = [(name, key) for name, key in HELD_OUT_FIGURES if key in shown]
+    return [HeldOut(name, key, interval(before, key), interval(after, key)) for name, key in named]
+
+
 def one_of_each_first(rows: Sequence[R], key: str) -> list[R]:
     """`rows` with the first of each value of `key` in front, otherwise in their order."""
     numbers: dict[Any, int] = {}

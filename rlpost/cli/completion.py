@@ -73,7 +73,7 @@ def complete_replayed(ctx: typer.Context, incomplete: str) -> Answers:
 
 def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:
     """Settings of `rlpost eval`, or as its first word a verb for saved evaluations."""
-    verbs = {} if _words(ctx) else {"compare": "a verb", "list": "a verb", "show": "a verb"}
+    verbs = {} if _words(ctx) else {"compare": "a verb", "show": "a verb"}
     return [*_answers(ctx, verbs, incomplete), *_settings(EVAL, ctx, incomplete)]
 
 

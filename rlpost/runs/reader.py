@@ -30,9 +30,11 @@ from rlpost.record import (
     TOTAL_STEPS,
     TRAINED_LOSSES,
     Fact,
+    HeldOut,
     Interval,
     facts_in,
     has_evaluation,
+    held_out,
     interval,
     late_mean,
     number,
@@ -282,6 +284,10 @@ class RunRecord:
         """A held-out figure of the evaluation before training, and of the latest one after it."""
         before, after = (interval(self.evaluation(before=first) or {}, key) for first in (True, False))
         return before, after
+
+    def held_out(self, until: int | None = None) -> list[HeldOut]:
+        """The held-out figures worth showing, before training and after it (at the latest after step `until`)."""
+        return held_out(self.evaluation(before=True) or {}, self.evaluation(before=False, until=until) or {})
 
     # Its completions
 

@@ -58,7 +58,7 @@ def test_text_of_a_run_stays_in_its_code_block(tmp_path: Path) -> None:
     outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", text)
     assert re.findall("(?m)^# .*", outside) == ["# `` a|b`c ``"]
     assert "pwned" not in outside
-    assert "| data | `` `\\|a # b `` |" in text
+    assert "| data | ``unknown (`\\|a # b)`` |" in text
 
 
 def test_base_is_followed_through_runs_to_its_card(tmp_path: Path) -> None:
