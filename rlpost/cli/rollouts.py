@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rlpost.cli.runs import NewestRun, app
-from rlpost.cli.terminal import BOLD, DIM, output_width, painted, print_json
+from rlpost.cli.terminal import BOLD, output_width, painted, print_json
 from rlpost.cli.usage import AsJson
 from rlpost.cli.views import below_each_other, completion_block, labelled_texts, sampled_tokens, table
 from rlpost.errors import ConfigError
@@ -69,36 +68,52 @@ def rollouts(
     finds one reward, --reward :0 all up to 0. Sorted by reward, one completion of each group comes first, so that the
     best are those of different prompts.
     """
-    rewards = _rewards_in(reward)
+    rewards, order = _rewards_in(reward), sort or ("reward" if reverse else None)
     folder = find_run(run)
-    steps = steps_in(step, steps_of(folder))
+    known = steps_of(folder)
     from rlpost.runs.rollouts import Wanted
     from rlpost.runs.rollouts import search as searched
 
     wanted = Wanted(search, rewards, finish, group, sample)
-    order = sort or ("reward" if reverse else None)
-    if search or reward or finish or (len(steps) > 1 and step):
-        found, counts = searched(folder, steps[::-1], wanted, sys.maxsize if order else limit or MOST_FOUND)
-        found = _sorted(found, order, reverse=reverse)[: limit or MOST_FOUND]
-        if as_json:
-            print_json(_search_as_dict(folder, found, counts, len(steps)))
-        else:
-            print("\n".join(search_lines(folder, found, counts, len(steps), text=search, full=full)))
-        return
-    number = steps[-1]
-    rows = read_run(folder).rollouts(number)
-    chosen = [row for row in rows if group in (None, row["group"]) and sample in (None, row["sample"])]
-    if not chosen:
-        raise ConfigError(
-            f"step {number} has no such completion: it has {_range(rows, 'group')}, {_range(rows, 'sample')}"
-        )
-    chosen = _sorted(chosen, order, reverse=reverse)
+    searches = bool(search or reward or finish)
+    steps = steps_in(step, known) if step or searches else known[-1:]
+    is_one = len(steps) == 1
+    found, counts = searched(folder, steps[::-1], wanted, sys.maxsize if is_one or order else limit or MOST_FOUND)
+    found = _sorted(found, order, reverse=reverse)
     if as_json:
-        print_json(step_as_dict(folder, number, rows, chosen[:limit]))
-    elif group is None and sample is None and order is None:
-        print("\n".join(overview_lines(folder, number, rows, limit=limit, full=full)))
-    else:
-        print("\n".join(completion_lines(chosen, order, reverse=reverse, limit=limit, full=full)))
+        of_step = {"step": steps[0], "groups": _groups_as_dicts(found)} if is_one else {}
+        totals = {"steps_searched": len(steps), "found": sum(counts.values()), "found_by_step": counts}
+        print_json({"run": str(folder), **of_step, **totals, "completions": [plain(row) for row in found[:limit]]})
+        return
+    if is_one and wanted == Wanted() and order is None:
+        print("\n".join(overview_lines(folder, steps[0], found, limit=limit, full=full)))
+        return
+    as_blocks = full or (not searches and is_one)
+    most = limit or (len(found) if group is not None and is_one else MOST_COMPLETIONS if as_blocks else MOST_FOUND)
+    total = sum(counts.values())
+    where = f"step {steps[0]}" if is_one else f"{len(counts)} of {counted(len(steps), 'step')}"
+    lines = [f"{painted(printable(folder.name), BOLD, sys.stdout)}  {total:,} found in {where}"]
+    if order == "reward" and found:
+        lines[0] += f", the {'worst' if reverse else 'best'} of each group first"
+    if found:
+        lines += ["", *found_lines(found[:most], search, as_blocks=as_blocks, full=full)]
+    if most < total:
+        lines += ["", f"{most} of {total:,} shown: --limit {total} shows all"]
+    print("\n".join(lines))
+
+
+def found_lines(rows: Sequence[Row], text: str, *, as_blocks: bool, full: bool) -> list[str]:
+    """The completions that were found: below each other, or a table with a line each."""
+    if as_blocks:
+        return below_each_other(
+            [completion_block(f"step {row['step']}, {_place(row)}", row, full=full) for row in rows]
+        )
+    cells = []
+    for row in rows:
+        earned = "failed" if row["reward"] is None else f"{row['reward']:.2f}"
+        numbers = (str(row[name]) for name in ("step", "group", "sample"))
+        cells.append((*numbers, earned, str(sampled_tokens(row)), row["finish_reason"], _around(row, text)))
+    return _with_texts(FOUND_COLUMNS, cells, range(5))
 
 
 def overview_lines(folder: Path, step: int, rows: Sequence[Row], *, limit: int | None, full: bool) -> list[str]:
@@ -125,47 +140,7 @@ def overview_lines(folder: Path, step: int, rows: Sequence[Row], *, limit: int |
     return lines
 
 
-def completion_lines(
-    rows: Sequence[Row], order: str | None, *, reverse: bool, limit: int | None, full: bool
-) -> list[str]:
-    """Completions of a step below each other."""
-    groups = {row["group"] for row in rows}
-    shown = rows[: limit or (len(rows) if len(groups) == 1 else MOST_COMPLETIONS)]
-    lines = below_each_other([completion_block(_place(row), row, full=full) for row in shown])
-    if order == "reward" and len(groups) > 1:
-        remark = f"the {'worst' if reverse else 'best'} of each of {len(groups)} groups first, then the others"
-        lines = [painted(remark, DIM, sys.stdout), "", *lines]
-    if len(shown) < len(rows):
-        lines += ["", f"{len(shown)} of {len(rows)} completions: --limit {len(rows)} shows all"]
-    return lines
-
-
-def search_lines(
-    folder: Path, rows: Sequence[Row], counts: dict[int, int], searched: int, *, text: str, full: bool
-) -> list[str]:
-    """The completions that a search found, after a line that counts them."""
-    total = sum(counts.values())
-    if not total:
-        return [f"no completion of {counted(searched, 'step')} was found"]
-    where = f"{len(counts)} of {counted(searched, 'step')}"
-    lines = [f"{painted(printable(folder.name), BOLD, sys.stdout)}  {total:,} found in {where}", ""]
-    if full:
-        lines += below_each_other([completion_block(f"step {r['step']}, {_place(r)}", r, full=True) for r in rows])
-    else:
-        cells = []
-        for row in rows:
-            earned = "failed" if row["reward"] is None else f"{row['reward']:.2f}"
-            numbers = (str(row[name]) for name in ("step", "group", "sample"))
-            cells.append((*numbers, earned, str(sampled_tokens(row)), row["finish_reason"], _around(row, text)))
-        lines += _with_texts(FOUND_COLUMNS, cells, range(5))
-    first = rows[0]
-    read = f"rlpost runs rollouts {shlex.quote(str(folder))} --step {first['step']} --group {first['group']}"
-    lines += ["", printable(f"read the first: {read}")]
-    return lines if len(rows) == total else [*lines, f"{len(rows)} of {total:,} shown: --limit {total} shows all"]
-
-
-def step_as_dict(folder: Path, step: int, rows: Sequence[Row], chosen: Sequence[Row]) -> dict[str, Any]:
-    """The step as JSON, without ids, log-probs and masks."""
+def _groups_as_dicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
     groups = []
     for group in grouped(rows):
         rewards = _rewards(group)
@@ -178,17 +153,7 @@ def step_as_dict(folder: Path, step: int, rows: Sequence[Row], chosen: Sequence[
                 "prompt": group[0]["prompt"],
             }
         )
-    return {"run": str(folder), "step": step, "groups": groups, "completions": [plain(row) for row in chosen]}
-
-
-def _search_as_dict(folder: Path, rows: Sequence[Row], counts: dict[int, int], searched: int) -> dict[str, Any]:
-    return {
-        "run": str(folder),
-        "steps_searched": searched,
-        "found": sum(counts.values()),
-        "found_by_step": counts,
-        "completions": [plain(row) for row in rows],
-    }
+    return groups
 
 
 def plain(row: Row) -> Row:
@@ -247,12 +212,6 @@ def _rewards_in(text: str) -> tuple[float, float] | None:
     if not least <= most:
         raise ConfigError(f"--reward {shortened(text, 40)}: give one reward or LO:HI, as in 0.5:1 or :0")
     return least, most
-
-
-def _range(rows: Sequence[Row], name: str) -> str:
-    """The numbers of the groups or samples of a step: `group 0 to 3`."""
-    known = [row[name] for row in rows]
-    return f"{name} {min(known)} to {max(known)}"
 
 
 def _sorted(rows: list[Row], order: str | None, *, reverse: bool) -> list[Row]:

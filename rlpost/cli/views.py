@@ -18,7 +18,6 @@ from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, output_width, pain
 from rlpost.files import bytes_of
 from rlpost.record import (
     ENDED_EARLY,
-    HELD_OUT_FIGURES,
     MEANS_STRICT,
     OF_ROWS,
     STRICT,
@@ -26,7 +25,6 @@ from rlpost.record import (
     legend,
     main_figures,
     number,
-    worth_showing,
 )
 from rlpost.runs.reader import RunRecord, RunState, code_of
 from rlpost.text import counted, printable, readable
@@ -225,26 +223,24 @@ def _results(record: RunRecord) -> list[tuple[str, str]]:
 
 def _held_out(record: RunRecord) -> list[tuple[str, str]]:
     """Loss, accuracy and reward before and after training, one a line, and the number of prompts."""
-    from rlpost.settings.commands import samples_per_prompt
-
-    lines: list[str] = []
-    prompts: int | None = None
-    names = {key: name.partition(" accuracy")[0] if key == STRICT else name for name, key in HELD_OUT_FIGURES}
-    found = {key: record.before_and_after(key) for key in names}
-    for key in worth_showing({key: [figure and figure.value for figure in its] for key, its in found.items()}):
-        before, after = found[key]
-        if key not in OF_ROWS:
-            prompts = prompts or next(figure.prompts for figure in (after, before) if figure)
-        unit = "row" if key in OF_ROWS else "prompt"
-        shown = [figure and figure.as_text(unit, shown=prompts) for figure in found[key]]
-        lines.append(f"{names[key]:<8} {shown[0] or 'not before':<22} ->  {shown[1] or 'not yet after'}")
+    found = record.held_out()
+    pairs = [(each.after, each.before) for each in found if each.key not in OF_ROWS]
+    prompts = next((figure.prompts for pair in pairs for figure in pair if figure), None)
+    lines = []
+    for each in found:
+        unit = "row" if each.key in OF_ROWS else "prompt"
+        before, after = (figure and figure.as_text(unit, shown=prompts) for figure in (each.before, each.after))
+        name = "strict" if each.key == STRICT else each.name
+        lines.append(f"{name:<8} {before or 'not before':<22} ->  {after or 'not yet after'}")
     if prompts is not None:
+        from rlpost.settings.commands import samples_per_prompt
+
         settings = record.part("eval")
         samples = samples_per_prompt(settings.get("k") or [1], settings.get("samples"))
         drawn = "greedy" if samples == 1 else f"{samples} completions each"
-        strict = f"; {MEANS_STRICT}" if any(line.startswith("strict") for line in lines) else ""
+        strict = f"; {MEANS_STRICT}" if any(each.key == STRICT for each in found) else ""
         lines.append(f"{drawn}, on {counted(prompts, 'prompt')}, 95% intervals{strict}")
-    elif lines:
+    elif found:
         lines.append("95% intervals")
     return [("" if i else "held-out", line) for i, line in enumerate(lines)]
 

@@ -17,9 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.catalog import COMMANDS, Command
 from rlpost.config import paths
-from rlpost.config.schema import default_choices
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, locked, slug
 from rlpost.record import (
@@ -43,11 +41,10 @@ from rlpost.record import (
     read_metrics,
     trained_loss,
 )
-from rlpost.settings.base import NAME
-from rlpost.settings.commands import says_where
 from rlpost.text import did_you_mean, nearest
 
 if TYPE_CHECKING:
+    from rlpost.catalog import Command
     from rlpost.runs.diagnosis import Findings
 
 LOG_END = 65536  # bytes at the end of log.txt that are searched for the run's end
@@ -90,12 +87,12 @@ class RunRecord:
     @cached_property
     def config(self) -> dict[str, Any]:
         """All settings, as config.yaml nests them."""
-        return _mapping(self.folder / "config.yaml")
+        return _yaml(self.folder / "config.yaml")
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Machine, versions, code, data and facts of the last attempt, as environment.json has them."""
-        return _mapping(self.folder / "environment.json")
+        return _json(self.folder / "environment.json")
 
     def part(self, name: str) -> dict[str, Any]:
         """The settings of a group in config.yaml, such as `model`; empty if the key holds something else."""
@@ -110,6 +107,8 @@ class RunRecord:
     @cached_property
     def command(self) -> Command[Any] | None:
         """The command of the last attempt; None if command.txt does not name one that is known here."""
+        from rlpost.catalog import COMMANDS  # loads every settings class
+
         words = self._last_words
         return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
 
@@ -118,12 +117,16 @@ class RunRecord:
         """The verb of the last attempt, a plugin's too; None where command.txt does not say."""
         if self.command is not None:
             return self.command.verb
+        from rlpost.settings.base import NAME
+
         words = self._last_words
         return " ".join(words[1:3]) if words[1:2] == ["train"] and NAME.fullmatch("".join(words[2:3])) else None
 
     @property
     def says_where(self) -> bool:
         """Whether the last attempt's command names the run's folder, so that it can be typed again."""
+        from rlpost.settings.commands import says_where
+
         return says_where(self._last_words)
 
     @property
@@ -177,7 +180,7 @@ class RunRecord:
     @cached_property
     def incident(self) -> dict[str, Any]:
         """The moment when an error ended it: `doing`, `step`, `error`, `traceback`; empty if none was recorded."""
-        return _mapping(self.folder / INCIDENT)
+        return _json(self.folder / INCIDENT)
 
     @property
     def total_steps(self) -> int | None:
@@ -312,6 +315,8 @@ class RunRecord:
 
     @cached_property
     def _default_choices(self) -> dict[str, str]:
+        from rlpost.config.schema import default_choices
+
         return {} if self.command is None else default_choices(self.command)
 
     @cached_property
@@ -471,15 +476,21 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _mapping(file: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file; empty if there is none, or it is not whole."""
+def _json(file: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty if there is none, or it is not whole."""
+    try:
+        content = json.loads(_text(file))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; empty if there is none, or it is not whole."""
     import yaml
 
     try:
-        if file.suffix == ".json":
-            content = json.loads(_text(file))
-        else:
-            content = yaml.load(_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
+        content = yaml.load(_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
     except (ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -509,7 +520,7 @@ def _runs_below(folder: Path, levels: int = 2) -> Iterator[Path]:
 
 def _runs_of_sweep(sweep: Path) -> list[Path]:
     """The folders of a sweep's jobs that have begun, in the order of the jobs."""
-    jobs = (sweep / job["name"] for job in _mapping(sweep / paths.SWEEP_FILE).get("jobs", ()))
+    jobs = (sweep / job["name"] for job in _json(sweep / paths.SWEEP_FILE).get("jobs", ()))
     return [job for job in jobs if paths.is_run_folder(job)]
 
 
