@@ -26,6 +26,7 @@ ENDED_EARLY = "ended_early"  # key in environment.json: why a run ended before i
 # settings that older runs left open in config.yaml, though they chose a value
 LEFT_OPEN = ("model.autocast", "model.day", "policy.dtype", "max_policy_lag", "loss.sampler_correction")
 AS_BEGUN = "as the run began"  # why a resumed run has a setting that was chosen for it
+INCIDENT = "incident.json"  # in the folder of a run that an error ended
 FACTS = "facts"  # key in environment.json: see `Fact`
 CHOSEN = "chosen"  # key in environment.json: the settings that rlpost chose, each with its reason
 
@@ -268,6 +269,22 @@ def worth_showing(values: Mapping[str, Sequence[float | None]]) -> list[str]:
     accuracy = list(values.get(ACCURACY, ()))
     adds = {STRICT: says_more(values.get(STRICT, ()), accuracy), REWARD: list(values.get(REWARD, ())) != accuracy}
     return [key for key in kept if adds.get(key, True)]
+
+
+class HeldOut(NamedTuple):
+    """A held-out figure before and after training; None where it was not measured."""
+
+    name: str
+    key: str
+    before: Interval | None
+    after: Interval | None
+
+
+def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[HeldOut]:
+    """The figures worth showing of the metrics of two evaluations, before training and after it."""
+    shown = worth_showing({key: [number(before, key), number(after, key)] for _, key in HELD_OUT_FIGURES})
+    named = [(name, key) for name, key in HELD_OUT_FIGURES if key in shown]
+    return [HeldOut(name, key, interval(before, key), interval(after, key)) for name, key in named]
 
 
 def one_of_each_first(rows: Sequence[R], key: str) -> list[R]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.runs.reader import verb_of
+from rlpost.runs.reader import read_run
 from tests.trainings import metrics, rollouts, untimed
 
 pytestmark = pytest.mark.thorough
@@ -181,7 +181,7 @@ def test_a_verb_of_ones_own_answers_help_typos_and_lists_of_values(capsys: pytes
 def test_a_run_of_another_verb_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     _, first, _ = commands_of_the_page("plain")
     folder = train(f"{first} {SMALL} steps=1".replace("steps=2 ", ""))
-    assert verb_of(folder) == "train plain"
+    assert read_run(folder).verb == "train plain"
     capsys.readouterr()
     assert run(["train", "grpo", "--resume", str(folder), "plugin=[./letters.py]"]) == 2
     assert "rlpost train plain" in capsys.readouterr().err

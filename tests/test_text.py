@@ -120,7 +120,7 @@ def test_any_text_folds_into_its_place(text: str, width: int, most: int) -> None
 def test_a_long_text_keeps_its_beginning_and_its_end(says: Says) -> None:
     assert both_ends("two\nwords", 20, 2) == ["two", "words"]
     assert both_ends("two\nwords", 20, 1) == ["two words"]
-    note = "nothing was learned in 5 steps; likely reason: every reward is 0; read some with rlpost rollouts show"
+    note = "nothing was learned in 5 steps; likely reason: every reward is 0; read some with rlpost runs rollouts"
     prompt = "Read this.\n" + "word " * 9999 + "\n\nHow many words?\nAnswer with a number.\n"
     for text, lines in ((note, 3), (note, 2), (note, 1), (prompt, 4)):
         says("info", "\n".join(both_ends(text, 40, lines)))

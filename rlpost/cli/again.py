@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlpost.catalog import TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, Command
 from rlpost.cli.completion import complete_replayed, complete_run
 from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.cli.run_folder import choose_folder, recorded_settings
@@ -23,7 +23,7 @@ from rlpost.cli.usage import App, AsJson
 from rlpost.cli.views import table
 from rlpost.errors import ConfigError
 from rlpost.record import CODE, DATA, PRECISION
-from rlpost.runs.reader import RunRecord, code_of, command_of, find_run, read_run, verb_of
+from rlpost.runs.reader import RunRecord, code_of, find_run, read_run
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted, did_you_mean, nearest, one_line, printable
 
@@ -43,16 +43,13 @@ REPRODUCE_EXAMPLES = """\
 """
 RUN_HELP = "A run's name or folder."
 WIDTH = 80  # columns of what is printed
-FIRST_COLUMN, COLUMN = 22, 26  # of the table of figures
 MOST_FIGURES = 8  # that are listed where runs differ
-READ = {  # the keys of each training that change the gradient of completions, or samples, that are there already
+READ = {  # the keys of each training that change the gradient of completions that are there already
     TRAIN_GRPO: ("loss", "advantage", "overlong", "minibatch_size"),
     TRAIN_EXPERT_ITERATION: ("loss", "topk_size", "min_reward", "minibatch_size"),
-    TRAIN_SFT: ("loss",),
-    TRAIN_DPO: ("loss",),
 }
 ALSO_READ = ("model.autocast",)  # by each of them
-NO_REWARD = "env.reward=number"  # in place of a reward that is not called
+NO_REWARD = "env.reward=number"  # in place of a reward of code: the recorded rewards are read
 WHERE = ("model.device", "tokens_per_microbatch")  # keys that say where and how a replay computes, for both sides
 RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
 app = App()
@@ -79,19 +76,17 @@ def replay(
     Settings given behind the run are put beside it: what they would have made of the same completions. Nothing is
     sampled, and nothing is written.
     """
-    folder, words = find_run(run), overrides or []
-    command = _replayable(folder)
+    record = read_run(find_run(run))
     with stdout_on_stderr() if as_json else nullcontext(), StatusLine("loading torch") as status:
-        was, other, changed = _settings_of(command, folder, words)
+        was, other, changed = _settings_of(record, overrides or [])
         from rlpost.train.replay import check_step
         from rlpost.train.replay import replay as replayed_step
 
-        number = check_step(folder, step, sampled=command.kind is None)
-        replayed = replayed_step(folder, number, was, other, tell=status.now)
+        replayed = replayed_step(record, check_step(record, step), was, other, tell=status.now)
     if as_json:
-        print_json(replay_dict(folder, replayed, changed))
+        print_json(replay_dict(record.folder, replayed, changed))
     else:
-        print("\n".join(replay_lines(folder, replayed, changed)))
+        print("\n".join(replay_lines(record.folder, replayed, changed)))
 
 
 @app.command("reproduce", examples=REPRODUCE_EXAMPLES, short_help="Do a run again, and compare it with the first time.")
@@ -160,11 +155,11 @@ def reproduce(
 
 def _command_of(folder: Path, words: Sequence[str]) -> Command[Any]:
     """The command of a run, which may be that of a plugin that the `words` name. Raises ConfigError if unknown."""
-    if (command := command_of(folder)) is None and any(word.startswith("plugin=") for word in words):
+    if any(word.startswith("plugin=") for word in words):
         from rlpost.config.plugins import without_plugins
 
         without_plugins(words)
-        command = command_of(folder)
+    command = read_run(folder).command
     if command is None:
         raise ConfigError(
             f"{folder}: command.txt names no training that is known here; a plugin's needs plugin=FILE.py"
@@ -172,43 +167,33 @@ def _command_of(folder: Path, words: Sequence[str]) -> Command[Any]:
     return command
 
 
-def _replayable(folder: Path) -> Command[Any]:
-    """The command of a run. Raises ConfigError for one whose steps cannot be replayed."""
-    command = command_of(folder)
-    if command is None or command not in READ:
-        verbs = ", ".join(f"rlpost {each.verb}" for each in READ)
-        raise ConfigError(f"{folder} is a run of rlpost {verb_of(folder) or '?'}: replayed are those of {verbs}")
-    return command
-
-
-def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> tuple[Any, Any, list[str]]:
+def _settings_of(record: RunRecord, words: Sequence[str]) -> tuple[Any, Any, list[str]]:
     """The run's settings, those with the `words` given now (None without any), and the words that make the difference.
 
-    Raises ConfigError for a word that changes no gradient.
+    Raises ConfigError for a run whose steps cannot be replayed, and for a word that changes no gradient.
     """
     from rlpost.config.code import choices_in, is_code
     from rlpost.config.compose import compose
     from rlpost.config.overrides import parse_words
 
+    command = record.command
+    if command is None or command not in READ:
+        verbs = ", ".join(f"rlpost {each.verb}" for each in READ)
+        raise ConfigError(f"{record.folder} is a run of rlpost {record.verb or '?'}: replayed are those of {verbs}")
     given = parse_words(words)
-    env = {"env": option} if (option := read_run(folder).choice("env")) is not None else {}
-    choices = env | choices_in(given)
+    choices = {"env": record.choice("env")} | choices_in(given)
     common = [str(each) for each in given if each.key in WHERE or is_code(each, choices)]
     changed = [str(each) for each in given if str(each) not in common]
-    if command.kind is None:  # it sampled: the recorded rewards are read, so the run's own reward is not needed
-        kept = recorded_settings(folder, [*words, NO_REWARD], "rlpost runs replay")
-        if code_of([line for line in read_run(folder).overrides if line.startswith("env.reward=")]):
-            kept = [each for each in kept if each.key != "env.reward_weights"]
-            common.append(NO_REWARD)
-    else:
-        kept = recorded_settings(folder, words, "rlpost runs replay")
-    was, other = (compose(command, side, kept).settings for side in (common, [*common, *changed]))
+    kept = recorded_settings(record.folder, [*words, NO_REWARD], "rlpost runs replay")
+    if code_of([line for line in record.overrides if line.startswith("env.reward=")]):
+        kept = [each for each in kept if each.key != "env.reward_weights"]
+        common.append(NO_REWARD)
     known = (*READ[command], *ALSO_READ)
-    for word in changed:
-        key = word.partition("=")[0]
+    for key in (word.partition("=")[0] for word in changed):
         if key not in known and key.partition(".")[0] not in READ[command]:
             hint = did_you_mean(nearest(key, known), f"it reads {', '.join((*known, *WHERE))}")
             raise ConfigError(f"{key} does not change the gradient of a recorded step{hint}")
+    was, other = (compose(command, side, kept).settings for side in (common, [*common, *changed]))
     return was, other if changed else None, changed
 
 
@@ -237,52 +222,44 @@ def replay_dict(folder: Path, replayed: Replay, words: Sequence[str]) -> dict[st
 def replay_lines(folder: Path, replayed: Replay, words: Sequence[str]) -> list[str]:
     """A replay as text: whether it agrees with the record, the figures of both sides, and the tokens that moved."""
     weights = replayed.weights_of.name if replayed.weights_of else "the starting model"
-    lines = paragraph(f"step {replayed.step} of {folder}, with the weights of {weights}", WIDTH)
-    lines += _recorded_lines(replayed)
-    title = f"with {' '.join(words)}"
-    if replayed.other is not None and len(title) > COLUMN:
-        lines += paragraph(title, WIDTH)
-        title = "with these settings"
-    was, other = _finite(replayed.was.figures), _finite(replayed.other.figures if replayed.other else {})
-    names = dict.fromkeys([*max(was, other, key=len), *was, *other])
-    named = [name for name in names if any(side.get(name) is not None for side in (was, other))]
-    rows = [["", "as it was", *([title] if other else [])]]
-    rows += [[name, *(_figure(side.get(name)) for side in ((was, other) if other else (was,)))] for name in named]
-    lines += ["", *table(rows, WIDTH, right=(1, 2), cuttable=(2,) if other else ())]
-    if other:
+    lines = [f"step {replayed.step} of {folder}, with the weights of {weights}"]
+    lines += [f"{name}  recorded {_exact(b)}, replayed {_exact(a)}" for name, (a, b) in replayed.losses.items()]
+    lines += [_agreement(replayed), ""]
+    sides = {"as it was": _finite(replayed.was.figures)}
+    if replayed.other is not None:
+        lines.append(f"with {' '.join(words)}")
+        sides["with"] = _finite(replayed.other.figures)
+    names = dict.fromkeys(name for side in sides.values() for name, value in side.items() if value is not None)
+    rows = [["", *sides], *([name, *(_figure(side.get(name)) for side in sides.values())] for name in names)]
+    lines += table(rows, WIDTH, right=(1, 2))
+    if replayed.other is not None:
         lines += ["", *_gradient_lines(replayed), *_token_lines(replayed)]
-    return [printable(line) for line in lines]
+    return [row for line in lines for row in paragraph(line, WIDTH)]
 
 
-def _recorded_lines(replayed: Replay) -> list[str]:
+def _agreement(replayed: Replay) -> str:
     """Whether the replayed loss is the recorded one."""
-    shown = [f"{name}  recorded {_exact(b)}, replayed {_exact(a)}" for name, (a, b) in replayed.losses.items()]
     if replayed.agrees is None:
-        verdict = (
-            f"the step made {replayed.was.updates} updates, and the recorded loss is a mean over them: replayed is the "
-            "first"
-        )
+        updates = counted(replayed.was.updates, "update")
+        verdict = f"the step made {updates}, and the recorded loss is a mean over them: replayed is the first"
     elif replayed.agrees:
         verdict = f"they agree (to {replayed.tolerance:g})"
     else:
-        verdict = f"they do not agree (to {replayed.tolerance:g}): the run had other code, data, settings or numbers"
+        verdict = f"they do not agree (to {replayed.tolerance:g}): the run had other code, data, settings or precision"
     if replayed.log_probs_apart is not None:
         verdict += f"; log-probs of its tokens differ by {replayed.log_probs_apart:.1g} at most from the recorded"
-    return [*shown, *paragraph(verdict, WIDTH)]
+    return verdict
 
 
 def _gradient_lines(replayed: Replay) -> list[str]:
-    """How the two gradients lie to each other."""
+    """The angle and the lengths of the two gradients."""
     if replayed.norm_ratio is None:
         return ["as it was there is no gradient to compare with"]
     direction = "one of them is 0" if replayed.cosine is None else f"cosine {replayed.cosine:.4f}"
     lines = [f"gradients: {direction}, the norm {replayed.norm_ratio:.4g} times as large"]
     if not replayed.tokens:
-        lines += paragraph(
-            "no token weighs otherwise (at a step's first update every ratio to the old policy is 1, and no clip bound "
-            "acts)",
-            WIDTH,
-        )
+        why = "at a step's first update every ratio to the old policy is 1, and no clip bound acts"
+        lines.append(f"no token weighs otherwise ({why})")
     return lines
 
 
@@ -296,7 +273,7 @@ def _token_lines(replayed: Replay) -> list[str]:
         text = one_line(repr(token.text)[1:-1], 14)
         weights = [f"{value:+.3g}" for value in (token.was, token.becomes)]
         rows.append([one_line(token.completion, 30), str(token.place), text, f"{token.probability:.3f}", *weights])
-    return ["", *paragraph(heading, WIDTH), *table(rows, WIDTH, right=(1, 3, 4, 5), cuttable=(0, 2))]
+    return ["", heading, *table(rows, WIDTH, right=(1, 3, 4, 5), cuttable=(0, 2))]
 
 
 def _figure(value: float | None) -> str:
@@ -336,16 +313,14 @@ def reproduction_dict(
 
 def difference_lines(record: RunRecord, differences: Sequence[Difference]) -> list[str]:
     """The lines that name each difference from a run, or say that there is none."""
-    lines = [line for each in differences for line in paragraph(f"differs  {each}", WIDTH)]
+    lines = [f"differs  {each}" for each in differences]
     if not lines:
         lines = ["nothing differs in versions, code, data, machine and settings"]
     if missing := _not_recorded(record):
         lines.append(f"{' and '.join(missing)} were not recorded, and are not compared")
     if len(record.commands) > 1:
-        lines += paragraph(
-            f"the run was made in {counted(len(record.commands), 'attempt')}: its settings are those of the last", WIDTH
-        )
-    return [painted(printable(line), DIM, sys.stdout) for line in lines]
+        lines.append(f"the run was made in {len(record.commands)} attempts: its settings are those of the last")
+    return [painted(row, DIM, sys.stdout) for line in lines for row in paragraph(line, WIDTH)]
 
 
 def verdict_lines(again: RunRecord, compared: Steps, promised: bool, differ: bool) -> list[str]:
@@ -353,30 +328,30 @@ def verdict_lines(again: RunRecord, compared: Steps, promised: bool, differ: boo
     folder = shlex.quote(str(again.folder))
     if compared.first is None:
         return [f"equal bit for bit: {counted(compared.compared, 'step')}, every figure but time and memory ({folder})"]
-    figures = sorted(compared.first_figures, key=lambda each: (_unimportant(each), -each.size, each.name))
-    lines = [f"step {compared.first} is the first that differs, in {counted(len(figures), 'figure')}:"]
-    lines += _apart_lines(figures)
-    others = sorted(compared.apart, key=lambda each: (_unimportant(each), -each.size, each.name))
-    if any(each.step != compared.first for each in others):
-        lines += [f"the most that they are apart in {counted(compared.compared, 'step')}:", *_apart_lines(others)]
+    first, most = (
+        sorted(figures, key=lambda each: (_unimportant(each), -each.size, each.name))
+        for figures in (compared.first_figures, compared.apart)
+    )
+    lines = [f"step {compared.first} is the first that differs, in {counted(len(first), 'figure')}:"]
+    lines += _apart_lines(first)
+    if any(each.step != compared.first for each in most):
+        lines += [f"the most that they are apart in {counted(compared.compared, 'step')}:", *_apart_lines(most)]
     if promised and differ:
         lines.append("equality is promised where nothing differs, and the differences above are named")
     elif promised:
-        lines += paragraph("equality was promised here, since nothing that was recorded differs: report it", WIDTH)
+        lines.append("equality was promised here, since nothing that was recorded differs: report it")
     else:
-        lines += paragraph(
-            "equality is not promised: that takes deterministic=true policy=transformers when the run is made", WIDTH
-        )
-    return [printable(line) for line in [*lines, f"the run is in {folder}"]]
+        lines.append("equality is not promised: that takes deterministic=true policy=transformers when the run is made")
+    return [row for line in [*lines, f"the run is in {folder}"] for row in paragraph(line, WIDTH)]
 
 
 def _apart_lines(figures: Sequence[Apart]) -> list[str]:
-    rows = [
-        [each.name, f"{_exact(each.was)} -> {_exact(each.now)}", f"step {each.step}"] for each in figures[:MOST_FIGURES]
-    ]
-    more = len(figures) - MOST_FIGURES
-    lines = [f"  {line}" for line in table(rows, WIDTH - 2, cuttable=(0,))]
-    return [*lines, *([f"  and {counted(more, 'figure')} more, which --json lists"] if more > 0 else [])]
+    shown = figures[:MOST_FIGURES]
+    rows = [[each.name, f"{_exact(each.was)} -> {_exact(each.now)}", f"step {each.step}"] for each in shown]
+    lines = table(rows, WIDTH, cuttable=(0,), indent=2)
+    if (more := len(figures) - len(shown)) > 0:
+        lines.append(f"  and {counted(more, 'figure')} more, which --json lists")
+    return lines
 
 
 def _unimportant(each: Apart) -> bool:

@@ -1,4 +1,4 @@
-"""`rlpost runs compare` and `rlpost runs plot`: several runs beside each other, in the terminal and as a picture.
+"""`rlpost runs compare`: several runs beside each other in the terminal or as a picture, or the settings that differ.
 
 Each run has a letter: it is the run's mark in the curves, its row in the tables, and its name in the verdict.
 """
@@ -6,8 +6,9 @@ Each run has a letter: it is the run's mark in the curves, its row in the tables
 from __future__ import annotations
 
 import math
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from string import ascii_uppercase
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.catalog import CHOICES
-from rlpost.cli.completion import complete_run_or_sweep
-from rlpost.cli.runs import app, candidate_lines, progress, summary
-from rlpost.cli.terminal import BOLD, DIM, output_width, painted, print_json, takes_colour
+from rlpost.cli.completion import complete_side
+from rlpost.cli.runs import app, summary
+from rlpost.cli.terminal import BOLD, DIM, output_width, painted, print_json, print_lines, takes_colour
 from rlpost.cli.usage import AsJson
-from rlpost.cli.views import table
-from rlpost.config.schema import as_text, flat
+from rlpost.cli.views import candidate_lines, figure_text, progress, table
+from rlpost.config.paths import RUNS, is_run_folder
+from rlpost.config.schema import as_text, flat, recipes, verb_and_rest
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded, replaced
 from rlpost.imports import require
@@ -29,121 +31,169 @@ from rlpost.record import (
     ACCURACY,
     HELD_OUT_FIGURES,
     LOSS,
-    MARGIN,
     MEANS_LATE,
     PAIR_ACCURACY,
     REWARD,
-    STRICT,
     TRAINED_LOSSES,
-    interval,
     is_apart,
-    late_mean,
-    number,
-    trained_loss,
     worth_showing,
 )
-from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of, verb_of
-from rlpost.text import counted, did_you_mean, nearest_key, printable
+from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of
+from rlpost.text import counted, did_you_mean, nearest, nearest_key, printable
 
 if TYPE_CHECKING:
     from rlpost.evaluation.comparison import Comparison
     from rlpost.evaluation.sweeps import SweepResult
 
-COMPARE_EXAMPLES = """\
+EXAMPLES = """\
   rlpost runs compare first second
   rlpost runs compare my-sweep --json
   rlpost runs compare first second --key entropy --key grad_norm
+  rlpost runs compare first second --plot curves.pdf --smooth 10
+  rlpost runs compare gsm8k-smollm2-cpu gsm8k-qwen0.5b-gpu   settings of two recipes
+  rlpost runs compare "" "env=gsm8k optim.lr=1e-6"
 """
-PLOT_EXAMPLES = """\
-  rlpost runs plot my-run -o curve.png
-  rlpost runs plot first second -o curves.pdf --smooth 10
-  rlpost runs plot my-sweep -o curves.png
-  rlpost runs plot my-run -o kl.svg --key kl/ref --key entropy
-"""
-NAMES = {  # metric -> (title, unit, the unit's size)
-    "reward/mean": ("reward", "", 1.0),
-    "loss/sft": ("loss", "nats per token", 1.0),
-    "loss/distill": ("distillation loss", "nats per token", 1.0),
-    "kl/teacher": ("divergence from the teacher", "nats per token", 1.0),
-    "accuracy/lenient": ("accuracy of sampled completions", "%", 100.0),
-    "accuracy/strict": ("strict accuracy of sampled completions", "%", 100.0),
-    ACCURACY: ("held-out accuracy", "%", 100.0),
-    STRICT: ("held-out accuracy, strict", "%", 100.0),
-    REWARD: ("held-out reward", "", 1.0),
-    LOSS: ("held-out loss", "nats per token", 1.0),
-    "loss/dpo": ("loss", "per pair", 1.0),
-    "reward_margin": ("reward margin", "", 1.0),
-    "pair_accuracy": ("pair accuracy", "%", 100.0),
-    PAIR_ACCURACY: ("held-out pair accuracy", "%", 100.0),
-    MARGIN: ("held-out reward margin", "", 1.0),
-    "entropy": ("entropy", "nats per token", 1.0),
-    "completion/tokens_mean": ("completion length", "tokens", 1.0),
-    "completion/truncated": ("truncated completions", "%", 100.0),
-}
-UNITS = {"time/": "s", "memory/": "GB"}  # of the metrics with these beginnings
-LEFT_OUT = ("tracking.",)  # settings that say where output goes
+SIDES_HELP = "Names or folders of runs and sweeps; or two sides, one a recipe or quoted settings."
+NOT_COMPARED = ("tracking.",)  # settings that say where output goes
 WIDEST_CHART, CHART_LINES, TICKS = 100, 14, 5
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
 TERMINAL_COLOURS = ("blue+", "red+", "green+", "magenta+", "orange+", "cyan+")
 DASHES = ("-", "--", "-.", ":")
-Points = list[tuple[int, float]]  # (step, value)
-Runs = Annotated[
-    list[str],
-    typer.Argument(metavar="RUN", help="Names or folders of runs and sweeps.", autocompletion=complete_run_or_sweep),
-]
-Keys = Annotated[
-    list[str] | None,
-    typer.Option("--key", metavar="KEY", help="Draw this metric of metrics.jsonl instead; may be repeated."),
-]
 
 
-@app.command("compare", examples=COMPARE_EXAMPLES, short_help="Compare runs: curves, figures, paired test, settings.")
-def compare(runs: Runs, key: Keys = None, as_json: AsJson = False) -> None:
+@app.command("compare", examples=EXAMPLES, short_help="Compare runs: curves, figures, paired test, settings.")
+def compare(
+    sides: Annotated[list[str], typer.Argument(metavar="RUN", help=SIDES_HELP, autocompletion=complete_side)],
+    key: Annotated[
+        list[str] | None,
+        typer.Option("--key", metavar="KEY", help="Draw this metric of metrics.jsonl instead; may be repeated."),
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Only draw the curves into FILE.png, .svg or .pdf.")
+    ] = None,
+    smooth: Annotated[
+        int, typer.Option(metavar="N", min=1, help="In FILE, draw means of N steps; the values stay as a pale line.")
+    ] = 1,
+    as_json: AsJson = False,
+) -> None:
     """Compare runs: curves over each other, final figures with 95% intervals, a paired test, settings that differ.
 
     The paired test compares the last held-out completions of each run with those of A, prompt by prompt. Of a sweep
-    alone, the settings are compared over their seeds instead.
+    alone, the settings are compared over their seeds instead. Where one of two sides is a recipe or quoted settings,
+    only the settings are compared.
     """
-    folders = runs_of(runs)
-    if not 2 <= len(folders) <= len(ascii_uppercase):
-        raise ConfigError(f"rlpost runs compare takes 2 to {len(ascii_uppercase)} runs: {len(folders)} given")
-    records = [read_run(folder) for folder in folders]
+    if len(sides) == 2 and not all(_run_at(side) or find_sweep(side) for side in sides):
+        found = settings_apart(*sides)
+        print_json(found) if as_json else print_lines(apart_lines(found))
+        return
+    records = [read_run(folder) for folder in runs_of(sides)]
+    if not (1 if plot else 2) <= len(records) <= len(ascii_uppercase):
+        raise ConfigError(f"rlpost runs compare takes 2 to {len(ascii_uppercase)} runs: {len(records)} given")
+    sweeps = _sweeps(sides)
     keys = _keys(records, key)
-    sweeps = _sweeps(runs)
-    tests = [] if len(sweeps) == len(runs) else [_paired(records[0], other) for other in records[1:]]
+    if plot is not None:
+        draw(records, _labels(records, sweeps), keys, expanded(plot), smooth=smooth)
+        print(printable(f"written to {plot}"))
+        return
+    tests = [] if len(sweeps) == len(sides) else [_paired(records[0], other) for other in records[1:]]
     if as_json:
         print_json(_as_dict(records, keys, tests) | {"sweeps": {name: its.as_dict() for name, its in sweeps.items()}})
     else:
         print("\n".join(compare_lines(records, keys, tests, sweeps)))
 
 
-@app.command("plot", examples=PLOT_EXAMPLES, short_help="Draw the curves of runs into a file.")
-def plot(
-    runs: Runs,
-    out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="FILE.png, .svg or .pdf; it is replaced.")],
-    key: Keys = None,
-    smooth: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Mean of N steps around each; the values stay as a pale line.")
-    ] = 1,
-) -> None:
-    """Draw the curves of one or more runs into a picture for papers and slides.
+# Settings
 
-    By default reward and held-out accuracy, of fine-tuning the losses; a band is the 95% interval. A sweep's runs
-    that differ in their seed alone have one colour.
+
+def settings_apart(a: str, b: str) -> dict[str, Any]:
+    """How the settings of two sides differ, as JSON: the two values of each key; a side that lacks it is left out.
+
+    Of a run they are the settings as resolved when it began: another version of rlpost might resolve them differently,
+    and looking at a run must not run code that it names. Raises ConfigError for a side that is nothing, and for
+    settings that do not compose; DataError for a run whose settings cannot be read.
     """
-    target = expanded(out)
-    if target.suffix not in PLOT_SUFFIXES:
-        raise ConfigError(f"-o {out} has no ending that says its format: give {', '.join(PLOT_SUFFIXES)}")
-    require("matplotlib", "plot", "rlpost runs plot")
-    records = [read_run(folder) for folder in runs_of(runs)]
-    draw(records, _labels(records, _sweeps(runs)), _keys(records, key), target, smooth=smooth)
-    print(printable(f"written to {out}"))
+    sides = {"a": _settings_of(a), "b": _settings_of(b)}
+    known = dict.fromkeys(key for _, settings in sides.values() for key in settings)
+    groups = list(dict.fromkeys(key.partition(".")[0] for key in known))
+    keys = sorted(known, key=lambda key: groups.index(key.partition(".")[0]))  # those of a group together
+    pairs = {key: {side: its[key] for side, (_, its) in sides.items() if key in its} for key in keys}
+    apart = {key: pair for key, pair in pairs.items() if len(pair) == 1 or pair["a"] != pair["b"]}
+    return {"a": sides["a"][0], "b": sides["b"][0], "settings": apart, "environment": {}}
 
 
-def points(record: RunRecord, key: str) -> Points:
-    """The recorded values of a metric with their steps."""
-    return [(row["step"], value) for row in record.metrics if (value := number(row, key)) is not None]
+def apart_lines(found: Mapping[str, Any]) -> list[str]:
+    """The settings that differ, as lines of the terminal."""
+    rows = [
+        (key, *(as_text(pair[side]) if side in pair else "-" for side in "ab"))
+        for key, pair in found["settings"].items()
+    ]
+    return table([("", found["a"], found["b"]), *rows], heading=True) if rows else ["no setting differs"]
+
+
+def _settings_of(side: str) -> tuple[str, dict[str, Any]]:
+    """The name of a side, and its settings with the chosen options."""
+    if (run := _run_at(side)) is not None:
+        record = read_run(run)
+        if not record.config:
+            raise DataError(f"{run / 'config.yaml'} holds no settings that can be read")
+        return str(run), _choices(record) | flat(record.config)
+    from rlpost.config.compose import compose
+    from rlpost.config.recipes import command_of
+
+    if side in recipes() or (side.endswith((".yaml", ".yml")) and "=" not in side):
+        command, words = command_of(side), [f"recipe={side}"]
+    elif not side.strip() or "=" in side or " " in side:
+        command, words = verb_and_rest(shlex.split(side))
+    else:
+        runs = [folder.name for folder in RUNS.iterdir()] if RUNS.is_dir() else []
+        hint = did_you_mean(nearest(side, [*recipes(), *runs]), "give a run, a recipe, or quoted settings: steps=3")
+        raise ConfigError(f"{side} is neither a run nor a recipe{hint}")
+    composed = compose(command, words)
+    return side.strip() or f"the defaults of {command.verb}", composed.choices | flat(composed.as_dict())
+
+
+def _run_at(side: str) -> Path | None:
+    return next((folder for folder in (expanded(side), RUNS / side) if side.strip() and is_run_folder(folder)), None)
+
+
+def _choices(record: RunRecord) -> dict[str, Any]:
+    return {group: option for group in CHOICES if (option := record.choice(group)) is not None}
+
+
+def differing_settings(records: Sequence[RunRecord]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Settings that all runs have and that differ, each with the runs' values; and those that only some runs have.
+
+    A chosen option counts as a setting, as does the command; where output goes does not.
+    """
+    sides = [
+        {"command": r.verb or "unknown", **dict.fromkeys(CHOICES, "unknown"), **_choices(r), **flat(r.config)}
+        for r in records
+    ]
+    return _differing([{key: its[key] for key in its if not key.startswith(NOT_COMPARED)} for its in sides])
+
+
+def differing_environment(records: Sequence[RunRecord]) -> dict[str, list[str]]:
+    """Versions, code, data, machine and precision that differ, each with the runs' values."""
+    from rlpost.runs.reproduction import parts_of
+
+    kinds = [parts_of(record.environment, {}) for record in records]
+    return _differing([{f"{kind} {n}": v for kind, its in each.items() for n, v in its.items()} for each in kinds])[0]
+
+
+def _differing(sides: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    shared: dict[str, list[str]] = {}
+    of_some: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for side in sides for key in side):
+        texts = [as_text(side[key]) if key in side else "-" for side in sides]
+        if not all(key in side for side in sides):
+            of_some[key] = texts
+        elif is_apart(key, [side[key] for side in sides]):
+            shared[key] = texts
+    return shared, of_some
+
+
+# Runs
 
 
 def _sweeps(names: Sequence[str]) -> dict[str, SweepResult]:
@@ -170,19 +220,54 @@ def names_of(records: Sequence[RunRecord]) -> list[str]:
     return [n if names.count(n) == 1 else str(r.folder) for n, r in zip(names, records, strict=True)]
 
 
-def differing_settings(records: Sequence[RunRecord]) -> tuple[dict[str, list[str]], int]:
-    """Settings that all runs have and that differ, each with the runs' values; and how many only some runs have.
+def _keys(records: Sequence[RunRecord], requested: Sequence[str] | None) -> list[str]:
+    """The metrics to draw: those asked for, or the main ones that a run has. Raises ConfigError for an unknown one."""
+    known = list(dict.fromkeys(key for record in records for row in record.metrics for key in row if key != "step"))
+    if requested:
+        for key in requested:
+            if key not in known:
+                near = next((name for name in known if name.startswith(f"{key}/")), None) or nearest_key(key, known)
+                raise ConfigError(f"--key {key}: no run has this metric{did_you_mean(near)}")
+        return list(dict.fromkeys(requested))
+    accuracy, reward = (any(any(record.series(key)) for record in records) for key in (ACCURACY, REWARD))
+    held_out = REWARD if reward and not accuracy else ACCURACY
+    return [key for key in ("reward/mean", *TRAINED_LOSSES, held_out, PAIR_ACCURACY, LOSS) if key in known]
 
-    A chosen option counts as a setting, as does the command; where output goes does not.
-    """
-    configs = [flat(record.config) for record in records]
-    known = dict.fromkeys(key for config in configs for key in config if not key.startswith(LEFT_OUT))
-    shared = [key for key in known if all(key in config for config in configs)]
-    values = {"command": [verb_of(record.folder) or "unknown" for record in records]}
-    values |= {group: [record.choice(group) or "unknown" for record in records] for group in CHOICES}
-    apart = {key: [config[key] for config in configs] for key in shared}
-    values |= {key: list(map(as_text, each)) for key, each in apart.items() if is_apart(key, each)}
-    return {key: per_run for key, per_run in values.items() if len({*per_run}) > 1}, len(known) - len(shared)
+
+def _paired(a: RunRecord, b: RunRecord) -> Comparison | str:
+    """The comparison of B's last held-out completions with A's, or why there is none."""
+    from rlpost.evaluation.comparison import compare as compared
+    from rlpost.evaluation.saved import latest_held_out
+
+    try:
+        return compared(latest_held_out(a.folder), latest_held_out(b.folder))
+    except DataError as error:
+        return str(error)
+
+
+def _as_dict(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequence[Comparison | str]) -> dict[str, Any]:
+    runs: list[Mapping[str, Any]] = [
+        {
+            "letter": letter,
+            **summary(record),
+            "tokens": record.tokens,
+            "seconds": record.seconds,
+            "held_out_loss_before": (loss := record.before_and_after(LOSS))[0] and loss[0].as_dict(),
+            "held_out_loss_after": loss[1] and loss[1].as_dict(),
+            "curves": {key: record.points(key) for key in keys},
+        }
+        for letter, record in zip(ascii_uppercase, records, strict=False)
+    ]
+    compared = [
+        {"a": "A", "b": letter, **({"missing": test} if isinstance(test, str) else test.as_dict())}
+        for letter, test in zip(ascii_uppercase[1:], tests, strict=False)
+    ]
+    settings, of_some = differing_settings(records)
+    differing = {"settings": settings, "settings_of_some": of_some, "environment": differing_environment(records)}
+    return {"runs": runs, "tests": compared, **differing}
+
+
+# The comparison for people
 
 
 def compare_lines(
@@ -191,32 +276,96 @@ def compare_lines(
     tests: Sequence[Comparison | str],
     sweeps: Mapping[str, SweepResult],
 ) -> list[str]:
-    """The comparison for people."""
+    """Curves, tables, verdicts, and what differs."""
     names = [printable(name) for name in names_of(records)]
     width = output_width(0) or None  # a pipe takes tables whole
     lines: list[str] = []
     for key in keys:
-        if sum(len(points(record, key)) > 1 for record in records) > 1:
+        if sum(len(record.points(key)) > 1 for record in records) > 1:
             lines += [*chart(records, key, min(output_width(), WIDEST_CHART)), ""]
-    figures = _figures(records, names)
-    for shown, right in [(figures, range(3, 8)), *((each, (4,)) for each in _held_out(records, names))]:
-        heading, *rows = table(shown, width, right=right, cuttable=(1,))
-        late = [painted(MEANS_LATE, DIM, sys.stdout)] if shown is figures else []
-        lines += [painted(heading, DIM, sys.stdout), *rows, *late, ""]
+    lines += table(_figures(records, names), width, right=range(3, 8), cuttable=(1,), heading=True)
+    lines += [painted(MEANS_LATE, DIM, sys.stdout), ""]
+    for rows in _held_out(records, names):
+        lines += [*table(rows, width, right=(4,), cuttable=(1,), heading=True), ""]
     for name, found in sweeps.items():
         lines += [painted(f"sweep {printable(name)}", DIM, sys.stdout), *candidate_lines(found, width), ""]
-    return [*lines, *([*_verdicts(records, tests), ""] if tests else []), *_settings(records, width)]
+    lines += [*_verdicts(records, tests), ""] if tests else []
+    settings, of_some = differing_settings(records)
+    lines += _letters("settings that differ", settings, width) if settings else ["no setting differs"]
+    if of_some:
+        lines.append(f"{counted(len(of_some), 'setting')} only some of the runs have: --json lists them")
+    environment = differing_environment(records)
+    return [*lines, *(["", *_letters("versions and machine", environment, width)] if environment else [])]
+
+
+def _letters(title: str, differing: Mapping[str, Sequence[str]], width: int | None) -> list[str]:
+    """A table of values that differ, each with the letters of its runs."""
+    rows = []
+    for key, values in differing.items():
+        letters: dict[str, str] = {}
+        for letter, value in zip(ascii_uppercase, values, strict=False):
+            letters[value] = letters.get(value, "") + letter
+        rows.append((printable(key), printable("  ".join(f"{who}={value}" for value, who in letters.items()))))
+    return [painted(title, DIM, sys.stdout), *table(rows, width, cuttable=(1,))]
+
+
+def _figures(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[str]]:
+    """Progress, late reward or loss, tokens and seconds of each run."""
+    columns: dict[str, Callable[[RunRecord], str]] = {
+        "state": lambda record: record.state.value,
+        "steps": progress,
+        "late reward": lambda record: figure_text(record.late_reward, 3),
+        "late loss": lambda record: figure_text(record.late_loss, 3),
+        "tokens": lambda record: f"{record.tokens:,.0f}",
+        "seconds": lambda record: f"{record.seconds:,.1f}",
+    }
+    cells = {title: [cell(record) for record in records] for title, cell in columns.items()}
+    kept = [title for title, column in cells.items() if {*column} != {"-"}]
+    rows = [[ascii_uppercase[i], name, *(cells[t][i] for t in kept)] for i, name in enumerate(names)]
+    return [["", "run", *kept], *rows]
+
+
+def _held_out(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[list[str]]]:
+    """A table for each held-out figure that a run has: before, after, and the number of prompts or rows."""
+    found = {key: [record.before_and_after(key) for record in records] for _, key in HELD_OUT_FIGURES}
+    values = {key: [f and f.value for pair in pairs for f in pair] for key, pairs in found.items()}
+    tables = []
+    for key in worth_showing(values):
+        rows = [["", _title(key)[0], "before", "after", "n"]]
+        for i, (before, after) in enumerate(found[key]):
+            count = next((str(f.prompts) for f in (after, before) if f is not None and f.prompts is not None), "-")
+            cells = ("-" if figure is None else f"{figure}".strip() for figure in (before, after))
+            rows.append([ascii_uppercase[i], names[i], *cells, count])
+        tables.append(rows)
+    return tables
+
+
+def _verdicts(records: Sequence[RunRecord], tests: Sequence[Comparison | str]) -> list[str]:
+    """A sentence for each run but A, or why there is no test."""
+    missing = [test for test in tests if isinstance(test, str)]
+    if len(missing) == len(tests):
+        both = f"rlpost eval model={records[0].folder} and the same for the others, then rlpost eval compare"
+        return [printable(f"no paired test: {missing[0]}; use {both}")]
+    each = ", each test alone" if len(tests) > 1 else ""
+    lines = [painted(f"held-out prompts, paired; 95% interval{each}", DIM, sys.stdout)]
+    for letter, test in zip(ascii_uppercase[1:], tests, strict=False):
+        sentence = f"no test of {letter}: {test}" if isinstance(test, str) else test.sentence("A", letter)
+        lines.append(printable(sentence))
+    return lines
+
+
+# Curves
 
 
 def chart(records: Sequence[RunRecord], key: str, width: int) -> list[str]:
     """The curves of a metric over each other, each drawn with its run's letter, under a title."""
     import plotext
 
-    title, unit, size = _title(key)
+    title, size = _title(key)
     most = max(2, (width - 10) // 2)
-    together = max(1, math.ceil(max(len(points(record, key)) for record in records) / most))
-    curves = [[(s, size * v) for s, v in _means(points(record, key), together)] for record in records]
-    steps = [step for record in records for step, _ in points(record, key)]
+    together = max(1, math.ceil(max(len(record.points(key)) for record in records) / most))
+    curves = [[(s, size * v) for s, v in _means(record.points(key), together)] for record in records]
+    steps = [step for record in records for step, _ in record.points(key)]
     values = [value for curve in curves for _, value in curve]
     low, high = min(values), max(values)
     low, high = (low, high) if high > low else (low - 0.5 * size / 100, high + 0.5 * size / 100)
@@ -238,15 +387,33 @@ def chart(records: Sequence[RunRecord], key: str, width: int) -> list[str]:
     drawn = plotext.build()
     drawn = drawn if takes_colour(sys.stdout) else plotext.uncolorize(drawn)
     averaged = f", means of {together} steps" if together > 1 else ""
-    heading = painted(f"{title}{f' ({unit})' if unit else ''}", BOLD, sys.stdout)
-    return [f"{heading}, by step{averaged}", *(line.rstrip() for line in drawn.splitlines())]
+    return [f"{painted(title, BOLD, sys.stdout)}, by step{averaged}", *(line.rstrip() for line in drawn.splitlines())]
+
+
+def _means(curve: Sequence[tuple[int, float]], together: int) -> list[tuple[float, float]]:
+    """The means of each `together` neighbouring points."""
+    parts = [curve[i : i + together] for i in range(0, len(curve), together)]
+    return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
+
+
+def _title(key: str) -> tuple[str, float]:
+    """The title of a metric with its unit, and the size of the unit."""
+    from rlpost.report.curves import words_of_metric
+
+    name, unit = words_of_metric(key)
+    return f"{name} ({unit})" if unit else name, 100.0 if unit == "%" else 1.0
 
 
 def draw(records: Sequence[RunRecord], labels: Sequence[str], keys: Sequence[str], file: Path, *, smooth: int) -> None:
     """Draw a panel for each metric into `file`, with one legend; runs with equal labels look alike.
 
-    Raises DataError if the file cannot be written.
+    Raises ConfigError for a file of another kind, DataError if it cannot be written.
     """
+    if file.suffix not in PLOT_SUFFIXES:
+        raise ConfigError(f"--plot {file} has no ending that says its format: give {', '.join(PLOT_SUFFIXES)}")
+    if not keys:
+        raise DataError(f"{records[0].folder} has recorded no reward, accuracy or loss yet: wait for its first step")
+    require("matplotlib", "plot", "rlpost runs compare --plot")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -260,10 +427,9 @@ def draw(records: Sequence[RunRecord], labels: Sequence[str], keys: Sequence[str
         figure, panels = pyplot.subplots(1, len(keys), figsize=size, layout="constrained", squeeze=False)
         for key, axes in zip(keys, panels[0], strict=True):
             for record, label in zip(records, labels, strict=True):
-                _draw_curve(axes, record, key, names.index(printable(label)), smooth)
-            title, unit, _ = _title(key)
+                _draw_curve(axes, record, key, _style(names.index(printable(label))), smooth)
             axes.set_xlabel("step")
-            axes.set_ylabel(f"{title} ({unit})" if unit else title)
+            axes.set_ylabel(_title(key)[0])
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.25, linewidth=0.5)
         lines = [pyplot.Line2D([], [], **_style(place)) for place in range(len(names))]
@@ -280,164 +446,22 @@ def draw(records: Sequence[RunRecord], labels: Sequence[str], keys: Sequence[str
             pyplot.close(figure)
 
 
-# Curves
-
-
-def _keys(records: Sequence[RunRecord], requested: Sequence[str] | None) -> list[str]:
-    """The metrics to draw: those asked for, or the main ones that a run has. Raises ConfigError for an unknown one."""
-    known = list(dict.fromkeys(key for record in records for row in record.metrics for key in row if key != "step"))
-    if requested:
-        for key in requested:
-            if key not in known:
-                near = next((name for name in known if name.startswith(f"{key}/")), None) or nearest_key(key, known)
-                raise ConfigError(f"--key {key}: no run has this metric{did_you_mean(near)}")
-        return list(dict.fromkeys(requested))
-    accuracy, reward = (any(value for r in records for _, value in points(r, key)) for key in (ACCURACY, REWARD))
-    held_out = REWARD if reward and not accuracy else ACCURACY
-    found = [key for key in ("reward/mean", *TRAINED_LOSSES, held_out, PAIR_ACCURACY, LOSS) if key in known]
-    if not found:
-        raise DataError(f"{records[0].folder} has recorded no reward, accuracy or loss yet: wait for its first step")
-    return found
-
-
-def _title(key: str) -> tuple[str, str, float]:
-    unit = next((unit for beginning, unit in UNITS.items() if key.startswith(beginning)), "")
-    return NAMES.get(key, (key, unit, 1.0))
-
-
-def _means(curve: Points, together: int) -> list[tuple[float, float]]:
-    """The means of each `together` neighbouring points."""
-    parts = [curve[i : i + together] for i in range(0, len(curve), together)]
-    return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
-
-
-def _smoothed(values: Sequence[float], window: int) -> list[float]:
-    """For each value the mean of about `window` values around it, fewer at the ends."""
-    before, after = (window - 1) // 2, window // 2
-    return [fmean(values[max(0, i - before) : i + after + 1]) for i in range(len(values))]
-
-
 def _style(place: int) -> dict[str, Any]:
     """The colour and dashes of a run's line; no two runs of 28 have the same."""
     return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.4}
 
 
-def _draw_curve(axes: Any, record: RunRecord, key: str, place: int, smooth: int) -> None:
-    size = _title(key)[2]
-    curve = points(record, key)
-    if not curve:
-        return
-    steps, values = [s for s, _ in curve], [size * v for _, v in curve]
-    style = _style(place)
+def _draw_curve(axes: Any, record: RunRecord, key: str, style: Mapping[str, Any], smooth: int) -> None:
+    """One run's curve, with the 95% intervals of a held-out figure as a band."""
+    size = _title(key)[1]
+    steps, values = [s for s, _ in record.points(key)], [size * v for v in record.series(key)]
     is_held_out = key.startswith("eval/")
     if smooth > 1 and not is_held_out:
         axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.7)
-        values = _smoothed(values, smooth)
+        before, after = (smooth - 1) // 2, smooth // 2
+        values = [fmean(values[max(0, i - before) : i + after + 1]) for i in range(len(values))]
     axes.plot(steps, values, **style, marker="o" if is_held_out or len(steps) == 1 else "", markersize=3)
-    found = [(row["step"], f) for row in record.metrics if (f := interval(row, key)) and f.low is not None]
+    found = [(step, f) for step, f in record.intervals(key) if f.low is not None]
     ends = [(step, size * (f.low or 0.0), size * (f.high or 0.0)) for step, f in found]
     if ends:
         axes.fill_between(*zip(*ends, strict=True), color=style["color"], alpha=0.15, linewidth=0)
-
-
-# Tables and verdicts
-
-
-def _figures(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[str]]:
-    """Progress, late reward or loss, tokens and seconds of each run."""
-    columns: dict[str, Callable[[RunRecord], str]] = {
-        "state": lambda record: record.state.value,
-        "steps": progress,
-        "late reward": lambda record: _late(number(row, "reward/mean") for row in record.metrics),
-        "late loss": lambda record: _late(map(trained_loss, record.metrics)),
-        "tokens": lambda record: f"{_tokens(record):,.0f}",
-        "seconds": lambda record: f"{record.seconds:,.1f}",
-    }
-    cells = {title: [cell(record) for record in records] for title, cell in columns.items()}
-    kept = [title for title, column in cells.items() if {*column} != {"-"}]
-    rows = [[ascii_uppercase[i], name, *(cells[t][i] for t in kept)] for i, name in enumerate(names)]
-    return [["", "run", *kept], *rows]
-
-
-def _held_out(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[list[str]]]:
-    """A table for each held-out figure that a run has: before, after, and the number of prompts or rows."""
-    found = {key: [record.before_and_after(key) for record in records] for _, key in HELD_OUT_FIGURES}
-    values = {key: [f and f.value for pair in pairs for f in pair] for key, pairs in found.items()}
-    tables = []
-    for key in worth_showing(values):
-        rows = [["", NAMES[key][0], "before", "after", "n"]]
-        for i, (before, after) in enumerate(found[key]):
-            count = next((str(f.prompts) for f in (after, before) if f is not None and f.prompts is not None), "-")
-            cells = ("-" if figure is None else f"{figure}".strip() for figure in (before, after))
-            rows.append([ascii_uppercase[i], names[i], *cells, count])
-        tables.append(rows)
-    return tables
-
-
-def _paired(a: RunRecord, b: RunRecord) -> Comparison | str:
-    """The comparison of B's last held-out completions with A's, or why there is none."""
-    from rlpost.evaluation.comparison import compare as compared
-    from rlpost.evaluation.saved import latest_held_out
-
-    try:
-        return compared(latest_held_out(a.folder), latest_held_out(b.folder))
-    except DataError as error:
-        return str(error)
-
-
-def _verdicts(records: Sequence[RunRecord], tests: Sequence[Comparison | str]) -> list[str]:
-    """A sentence for each run but A, or why there is no test."""
-    missing = [test for test in tests if isinstance(test, str)]
-    if len(missing) == len(tests):
-        both = f"rlpost eval model={records[0].folder} and the same for the others, then rlpost eval compare"
-        return [printable(f"no paired test: {missing[0]}; use {both}")]
-    each = ", each test alone" if len(tests) > 1 else ""
-    lines = [painted(f"held-out prompts, paired; 95% interval{each}", DIM, sys.stdout)]
-    for letter, test in zip(ascii_uppercase[1:], tests, strict=False):
-        sentence = f"no test of {letter}: {test}" if isinstance(test, str) else test.sentence("A", letter)
-        lines.append(printable(sentence))
-    return lines
-
-
-def _settings(records: Sequence[RunRecord], width: int | None) -> list[str]:
-    """The settings that differ, each value with the letters of its runs."""
-    differing, only_some = differing_settings(records)
-    rows = []
-    for key, values in differing.items():
-        letters: dict[str, str] = {}
-        for letter, value in zip(ascii_uppercase, values, strict=False):
-            letters[value] = letters.get(value, "") + letter
-        rows.append((printable(key), printable("  ".join(f"{who}={value}" for value, who in letters.items()))))
-    lines = [painted("settings that differ", DIM, sys.stdout), *table(rows, width, cuttable=(1,))] if rows else []
-    some = f"{counted(only_some, 'setting')} only some of the runs have: rlpost config diff RUN RUN lists them"
-    return [*(lines or ["no setting differs"]), *([some] if only_some else [])]
-
-
-def _as_dict(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequence[Comparison | str]) -> dict[str, Any]:
-    differing, _ = differing_settings(records)
-    runs: list[Mapping[str, Any]] = [
-        {
-            "letter": letter,
-            **summary(record),
-            "tokens": _tokens(record),
-            "seconds": record.seconds,
-            "held_out_loss_before": (loss := record.before_and_after(LOSS))[0] and loss[0].as_dict(),
-            "held_out_loss_after": loss[1] and loss[1].as_dict(),
-            "curves": {key: points(record, key) for key in keys},
-        }
-        for letter, record in zip(ascii_uppercase, records, strict=False)
-    ]
-    compared = [
-        {"a": "A", "b": letter, **({"missing": test} if isinstance(test, str) else test.as_dict())}
-        for letter, test in zip(ascii_uppercase[1:], tests, strict=False)
-    ]
-    return {"runs": runs, "tests": compared, "settings": differing}
-
-
-def _tokens(record: RunRecord) -> float:
-    """Tokens sampled, or where nothing is sampled, trained on."""
-    return sum(record.series("tokens/generated")) or sum(record.series("tokens/trained"))
-
-
-def _late(values: Iterable[float | None]) -> str:
-    return "-" if (late := late_mean(values)) is None else f"{late:.3f}"

@@ -73,7 +73,7 @@ def complete_replayed(ctx: typer.Context, incomplete: str) -> Answers:
 
 def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:
     """Settings of `rlpost eval`, or as its first word a verb for saved evaluations."""
-    verbs = {} if _words(ctx) else {"compare": "a verb", "list": "a verb", "show": "a verb"}
+    verbs = {} if _words(ctx) else {"compare": "a verb", "show": "a verb"}
     return [*_answers(ctx, verbs, incomplete), *_settings(EVAL, ctx, incomplete)]
 
 
@@ -105,8 +105,8 @@ def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
 
 
 def complete_side(ctx: typer.Context, incomplete: str) -> Answers:
-    """A recipe or a run, as `config diff` compares them."""
-    return _answers(ctx, _recipes() | {f"{RUNS}/{name}": "a run" for name in run_names()}, incomplete)
+    """A run, a sweep or a recipe, as `runs compare` compares them."""
+    return [*complete_run_or_sweep(ctx, incomplete), *_answers(ctx, _recipes(), incomplete)]
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> Answers:

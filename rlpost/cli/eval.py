@@ -1,4 +1,4 @@
-"""`rlpost eval`: scores a model on held-out prompts; lists, shows and compares saved evaluations."""
+"""`rlpost eval`: scores a model on held-out prompts; shows and compares saved evaluations."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -20,12 +19,9 @@ from typer.core import TyperCommand
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
 from rlpost.cli.plan import compose_and_check, resolved
-from rlpost.cli.rollouts import below_each_other, completion_block
 from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder
-from rlpost.cli.runs import age
 from rlpost.cli.terminal import (
     BOLD,
-    DIM,
     StatusLine,
     output_width,
     painted,
@@ -35,29 +31,28 @@ from rlpost.cli.terminal import (
     stdout_on_stderr,
 )
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
-from rlpost.cli.views import table
+from rlpost.cli.views import age, completion_block, table
 from rlpost.config.paths import (
     EVALS,
+    HELD_OUT,
     RESULT,
-    RUNS,
     SAMPLES,
     SWEEP_FILE,
-    as_model,
     evaluation_names,
-    is_run_folder,
     resolve_model_path,
     run_of_model,
 )
 from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded, json_in, slug
-from rlpost.record import ACCURACY, REWARD, STRICT, Interval, interval, one_of_each_first, says_more
+from rlpost.record import one_of_each_first, says_more
 from rlpost.runs.reader import playable, read_run
 from rlpost.text import counted, did_you_mean, nearest, printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
     from rlpost.evaluation.play import Result
+    from rlpost.record import Interval
     from rlpost.settings import EvalSettings
 
 EXAMPLES = """\
@@ -65,9 +60,6 @@ EXAMPLES = """\
   rlpost eval model=runs/my-run
   rlpost eval model=my-run env=gsm8k env.limit=64
   rlpost eval model=runs/my-run 'eval.k=[1,8]' --name my-run
-  rlpost eval compare before my-run
-  rlpost eval list
-  rlpost eval show my-run
   rlpost eval -m model=smollm2,runs/my-run
 """
 COMPARE_SHORT = "Say whether one evaluation is better than another."
@@ -76,14 +68,10 @@ COMPARE_EXAMPLES = """\
   rlpost eval compare evals/gsm8k-qwen-1 evals/gsm8k-my-run-1 --json
 """
 
-LIST_SHORT = "List saved evaluations, the newest first."
-LIST_EXAMPLES = """\
-  rlpost eval list
-  rlpost eval list evals/my-sweep --json
-"""
-SHOW_SHORT = "Show the completions of an evaluation, the worst first."
+SHOW_SHORT = "List evaluations, or show one's completions, the worst first."
 SHOW_EXAMPLES = """\
-  rlpost eval show                       the newest
+  rlpost eval show                       all in evals/
+  rlpost eval show evals/my-sweep --json
   rlpost eval show before --best --limit 10
   rlpost eval show before --text "I cannot" --full
   rlpost eval show before --failed
@@ -101,14 +89,13 @@ Side = typer.Argument(
 
 
 class EvalVerb(VerbWithVerbs):
-    """`rlpost eval KEY=VALUE...`, and the verbs for evaluations that are saved: compare, list and show."""
+    """`rlpost eval KEY=VALUE...`, and the verbs for evaluations that are saved: compare and show."""
 
     @cached_property
     def below(self) -> dict[str, TyperCommand]:
         """See `VerbWithVerbs.below`."""
         app = App(add_completion=False)
         app.command("compare", examples=COMPARE_EXAMPLES, short_help=COMPARE_SHORT)(compare)
-        app.command("list", examples=LIST_EXAMPLES, short_help=LIST_SHORT)(list_evaluations)
         app.command("show", examples=SHOW_EXAMPLES, short_help=SHOW_SHORT)(show)
         group: Any = typer.main.get_command(app)
         return dict(group.commands)
@@ -143,9 +130,8 @@ def evaluate(
 
         options = SweepOptions(out, name, resume, dry_run=dry_run, as_json=as_json)
         raise typer.Exit(sweep(EVAL, words, typed, options))
-    for flag, given in (("--resume", resume), ("--dry-run", dry_run or None)):
-        if given is not None:
-            raise ConfigError(f"{flag} belongs to a sweep of several evaluations: add -m, or leave it out")
+    if resume is not None or dry_run:
+        raise ConfigError("--resume and --dry-run belong to a sweep of several evaluations: add -m, or leave them out")
     with saying_stopped("stopping: the evaluation is abandoned, nothing is written"):
         evaluate_once(words, typed, out, name, as_json=as_json)
 
@@ -155,13 +141,21 @@ def evaluate_once(words: list[str], typed: list[str], out: Path | None, name: st
     composed = compose_and_check(EVAL, words, as_json=as_json, typed=typed)
     folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{composed.model_name}")
     print("\n".join(map(printable, played_lines(composed))), file=sys.stderr, flush=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
+    try:
+        with stdout_on_stderr() if as_json else nullcontext():
+            record, result = score(composed, folder, typed)
+    finally:
+        for each in (folder, EVALS):
+            with suppress(OSError):  # it holds something
+                each.rmdir()
     if as_json:
-        with stdout_on_stderr():
-            record, _ = score(composed, folder, typed)
         print_json(record)
-        return
-    _, result = score(composed, folder, typed)
-    print("\n".join(printable(line) for line in [*result.lines(), f"written to {folder}"]))
+    else:
+        print("\n".join(printable(line) for line in [*result.lines(), f"written to {folder}"]))
 
 
 def compare(a: Annotated[str, Side], b: Annotated[str, Side], as_json: AsJson = False) -> None:
@@ -177,230 +171,165 @@ def compare(a: Annotated[str, Side], b: Annotated[str, Side], as_json: AsJson = 
         print("\n".join(printable(line) for line in found.lines()))
 
 
-Order = Literal["reward", "length"]  # the figure that an evaluation's completions are sorted by
-
-
-def list_evaluations(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder that holds the evaluations.")] = EVALS,
-    as_json: AsJson = False,
-) -> None:
-    """List saved evaluations: model, environment, accuracy or reward with its 95% interval, prompts, age."""
-    found = saved_evaluations(folder)
-    if as_json:
-        print_json([_summary(*each) for each in found])
-    elif found:
-        print("\n".join(list_lines(found)))
-    else:
-        print(f"no evaluations in {folder}/ yet: rlpost eval makes one", file=sys.stderr)
-
-
 def show(
     evaluation: Annotated[
         str | None,
         typer.Argument(
             metavar="[EVAL]",
-            help="An evaluation: its name in evals/, its folder, its samples.parquet; or a run. Default: the newest.",
+            help="An evaluation: its name in evals/, its folder, its samples.parquet; or a run. A folder of several is "
+            "listed, by default evals/.",
             autocompletion=complete_shown,
         ),
     ] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="Of a run: after step N; default: the last.")] = None,
     sort: Annotated[
-        Order, typer.Option(metavar="reward|length", help="Sort by reward, the worst first, or by length, long first.")
+        str,
+        typer.Option(metavar="NAME", help="Sort by reward, length, accuracy_strict, _lenient or a part of the reward."),
     ] = "reward",
-    part: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Sort by this part of the reward, or by accuracy_strict or _lenient."),
-    ] = None,
-    reverse: Annotated[bool, typer.Option("--reverse", "--best", help="Sort the other way round.")] = False,
+    best: Annotated[bool, typer.Option("--reverse", "--best", help="Sort the other way round.")] = False,
     text: Annotated[str, typer.Option(metavar="TEXT", help="Only with TEXT in prompt or completion, any case.")] = "",
     failed: Annotated[bool, typer.Option("--failed", help="Only completions whose reward failed.")] = False,
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Show at most N.")] = MOST_SHOWN,
     full: Annotated[bool, typer.Option("--full", help="Print whole prompts and completions.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show an evaluation's figures, then its completions with the expected answer: the worst first.
+    """Show an evaluation's figures, then its completions with the expected answer: the worst, or longest, first.
 
-    One completion of each prompt comes first. A run's held-out completions are in RUN/held-out.
+    One completion of each prompt comes first. A run's held-out completions are in RUN/held-out. Without a name: the
+    saved evaluations, the newest first, with model, environment, figure and age.
     """
-    opened = _opened(evaluation, step)
-    from rlpost.evaluation.saved import read_completions
-
-    rows = read_completions(opened.table)
-    chosen = _chosen(rows, text=text, failed=failed, part=part, order=sort, reverse=reverse)
-    if as_json:
-        shown = [{**row, "expected": _expected(row, full=True)} for row in chosen[:limit]]
-        figures = {name: figure.as_dict() for name, figure in opened.figures.items()}
-        print_json(
-            {
-                "name": opened.name,
-                "table": str(opened.table),
-                "figures": figures,
-                "found": len(chosen),
-                "completions": shown,
-            }
-        )
+    folder = _folder_of_evaluations(evaluation)
+    if folder is not None or evaluation is None:
+        if failed or text or step is not None:
+            raise ConfigError("name one evaluation to choose among its completions: rlpost eval show lists them")
+        list_evaluations(folder or EVALS, as_json=as_json)
         return
-    lines = _headline(opened, rows)
+    from rlpost.evaluation.saved import figures_of, find_evaluation, read_evaluation
+
+    place = find_evaluation(evaluation, step)
+    saved = read_evaluation(place)
+    rows, figures = saved.samples, figures_of(place, saved)
+    name, about = _about(place, saved.record)
+    kept = [row for row in _sorted(rows, sort, reverse=best) if not failed or not row["valid"]]
+    kept = [row for row in kept if text.lower() in f"{row['prompt']}\n{row['completion']}".lower()]
+    kept = kept if sort == "length" else one_of_each_first(kept, "prompt_number")
+    if as_json:
+        shown = [{**row, "expected": _expected(row, full=True)} for row in kept[:limit]]
+        found = {"name": name, "table": str(place), "figures": _plain(figures)}
+        print_json({**found, "found": len(kept), "completions": shown})
+        return
+    lines = headline(name, about, figures, rows)
     several = len({row["sample"] for row in rows}) > 1
-    blocks = []
-    for row in chosen[:limit]:
-        place = f"prompt {row['prompt_number']}" + (f", sample {row['sample']}" if several else "")
-        blocks.append(completion_block(place, row, full=full, more=_why(row, full=full)))
-    lines += ["", *below_each_other(blocks)] if blocks else ["no completion is like that"]
-    if len(blocks) < len(chosen):
-        lines += ["", f"{len(blocks)} of {len(chosen)} completions: --limit {len(chosen)} shows all"]
+    for row in kept[:limit]:
+        heading = f"prompt {row['prompt_number']}" + (f", sample {row['sample']}" if several else "")
+        lines += ["", *completion_block(heading, row, full=full, more=_why(row, full=full))]
+    if not kept:
+        lines.append("no completion is like that")
+    elif limit < len(kept):
+        lines += ["", f"{limit} of {len(kept)} completions: --limit {len(kept)} shows all"]
     print("\n".join(lines))
 
 
-def saved_evaluations(folder: Path) -> list[tuple[str, dict[str, Any], float]]:
-    """Name, `result.json` and time of every evaluation in a folder and its sweeps, the newest first."""
+def _folder_of_evaluations(name: str | None) -> Path | None:
+    """The folder of evaluations that has this name, such as a sweep's; None for the name of one evaluation."""
+    folders = () if name is None else (expanded(name), EVALS / name)
+    return next((folder for folder in folders if evaluation_names(folder)), None)
+
+
+def list_evaluations(folder: Path, *, as_json: bool) -> None:
+    """Print the evaluations in a folder and its sweeps, the newest first."""
     below = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    found = [folder / name for name in evaluation_names(folder)]
-    found += [sweep / name for sweep in below for name in evaluation_names(sweep)]
-    timed = sorted(((path / RESULT).stat().st_mtime, path) for path in found)
-    return [(str(path.relative_to(folder)), json_in(path / RESULT), when) for when, path in reversed(timed)]
+    results = [parent / name / RESULT for parent in (folder, *below) for name in evaluation_names(parent)]
+    results.sort(key=lambda result: (result.stat().st_mtime, result), reverse=True)
+    found = [_summary(folder, result) for result in results]
+    if as_json:
+        print_json([{**each, "figures": _plain(each["figures"])} for each in found])
+    elif found:
+        rows = [("evaluation", "model", "env", "figure", "n", "age"), *map(_row, found)]
+        print("\n".join(table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0), heading=True)))
+    else:
+        print(f"no evaluations in {folder}/ yet: rlpost eval makes one", file=sys.stderr)
 
 
-def list_lines(found: Sequence[tuple[str, dict[str, Any], float]]) -> list[str]:
-    """The table of evaluations."""
-    rows: list[Sequence[str]] = [("evaluation", "model", "env", "figure", "n", "age")]
-    for name, record, when in found:
-        figures = _figures(record)
-        title, figure = next(
-            ((t, f) for t, f in figures.items() if f.value and t in ("accuracy", "reward")), next(iter(figures.items()))
-        )
-        cells = (name, slug(record["model"]), record["choices"]["env"], f"{title:<8} {figure}")
-        rows.append((*map(printable, cells), str(figure.prompts), age(when)))
-    heading, *lines = table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0))
-    return [painted(heading, DIM, sys.stdout), *lines]
+def _summary(folder: Path, result: Path) -> dict[str, Any]:
+    """An evaluation in `folder`, as the list has it."""
+    from rlpost.evaluation.saved import figures_in, metrics_of
 
-
-@dataclass(frozen=True)
-class _Opened:
-    """A table of samples with the figures of its evaluation; `about` says model, environment and age."""
-
-    name: str
-    table: Path
-    figures: dict[str, Interval]
-    about: str
-
-
-def _opened(name: str | None, step: int | None) -> _Opened:
-    """The evaluation of a name, or a run's after `step`. Raises ConfigError if there is none."""
-    from rlpost.evaluation.saved import find_evaluation
-
-    if name is None:
-        found = saved_evaluations(EVALS)
-        if not found:
-            raise ConfigError("there is no evaluation in evals/ yet: rlpost eval makes one")
-        name = str(EVALS / found[0][0])
-    path = expanded(name)
-    run = next((folder for folder in (path, RUNS / name) if is_run_folder(folder)), None)
-    if run is not None and (step is not None or not (EVALS / name / RESULT).is_file()):
-        return _opened_run(run, step)
-    table = find_evaluation(name)
-    if step is not None:
-        raise ConfigError(f"--step {step} is for a run: {name} is one evaluation")
-    result = table.with_name(RESULT)
-    if table.name != SAMPLES or not result.is_file():
-        return _Opened(str(table), table, {}, f"{age(table.stat().st_mtime)} ago")
     record = json_in(result)
-    result_of, when = record["result"], age(result.stat().st_mtime)
-    samples = result_of["num_samples"]
-    drawn = "greedy" if samples == 1 else f"{samples} completions each"
-    drawn = "demonstrated replies" if "loss" in result_of else drawn
-    about = f"{record['choices']['env']}, model {record['model']}, {drawn}, {when} ago"
-    return _Opened(table.parent.name, table, _figures(record), about)
-
-
-def _opened_run(run: Path, step: int | None) -> _Opened:
-    from rlpost.evaluation.saved import held_out_steps, held_out_table
-
-    steps = held_out_steps(run)
-    if not steps:
-        raise ConfigError(f"{run} holds no held-out completions: make some with rlpost eval model={as_model(run)}")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise ConfigError(f"{run} holds no evaluation after step {step}: it has {', '.join(map(str, steps))}")
-    row = next((row for row in read_run(run).metrics if row["step"] == step), {})
-    keys = (("accuracy", ACCURACY), ("strict", STRICT), ("reward", REWARD))
-    figures = {name: figure for name, key in keys if (figure := interval(row, key)) is not None}
-    when = "before training" if step == 0 else f"after step {step}"
-    return _Opened(run.name, held_out_table(run, step), figures, f"held-out prompts, {when}")
-
-
-def _figures(record: Mapping[str, Any]) -> dict[str, Interval]:
-    """The figures of a `result.json`, by title."""
-    result = record["result"]
-    if "loss" in result:
-        ends = result["loss_low"], result["loss_high"]
-        return {"loss": Interval(result["loss"], *ends, result["num_prompts"], is_share=False)}
-    shares = {"accuracy": result["accuracy_lenient"], "strict": result["accuracy_strict"]}
-    for name, share in result["attempts"].items():
-        if name.endswith("_lenient"):
-            shares[name.removesuffix("_lenient").replace("_at_", "@")] = share
-    ends = (result["reward_low"], result["reward_high"])
-    reward = Interval(result["reward_mean"], *ends, result["num_prompts"], is_share=False)
-    return {title: Interval(**share) for title, share in shares.items() if share} | {"reward": reward}
-
-
-def _summary(name: str, record: dict[str, Any], when: float) -> dict[str, Any]:
     return {
-        "name": name,
+        "name": str(result.parent.relative_to(folder)),
         "folder": record["folder"],
         "model": record["model"],
         "env": record["choices"]["env"],
         "samples": record["result"]["num_samples"],
-        "figures": {title: figure.as_dict() for title, figure in _figures(record).items()},
-        "finished": datetime.fromtimestamp(when, UTC).isoformat(timespec="seconds"),
+        "figures": figures_in(metrics_of(record["result"])),
+        "finished": datetime.fromtimestamp(result.stat().st_mtime, UTC).isoformat(timespec="seconds"),
     }
 
 
-def _headline(opened: _Opened, rows: Sequence[Row]) -> list[str]:
+def _plain(figures: Mapping[str, Interval]) -> dict[str, Any]:
+    """Figures for JSON."""
+    return {title: figure.as_dict() for title, figure in figures.items()}
+
+
+def _row(each: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of the list: with the accuracy, or with the reward if no answer was right."""
+    figures = each["figures"]
+    title = next((t for t in ("accuracy", "reward") if t in figures and figures[t].value), next(iter(figures)))
+    cells = (each["name"], slug(each["model"]), each["env"], f"{title:<8} {figures[title]}")
+    since = datetime.fromisoformat(each["finished"]).timestamp()
+    return (*map(printable, cells), str(figures[title].prompts), age(since))
+
+
+def _about(place: Path, record: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of the evaluation with this table of samples, and what it measured."""
+    if place.parent.name == HELD_OUT:
+        step = int(place.stem.removeprefix("step-"))
+        when = f"after step {step}" if step else "before training"
+        return printable(place.parents[1].name), f"held-out prompts, {when}"
+    when = f"{age(place.stat().st_mtime)} ago"
+    if not record:
+        return printable(str(place)), when
+    samples = record["result"]["num_samples"]
+    drawn = "greedy" if samples == 1 else f"{samples} completions each"
+    drawn = "demonstrated replies" if "loss" in record["result"] else drawn
+    return printable(place.parent.name), f"{record['choices']['env']}, model {record['model']}, {drawn}, {when}"
+
+
+def headline(name: str, about: str, figures: Mapping[str, Interval], rows: Sequence[Row]) -> list[str]:
     """The evaluation, its figures, and what went wrong in it."""
-    prompts, name = len({row["prompt_number"] for row in rows}), printable(opened.name)
-    first, *others = paragraph(f"{opened.name}  {opened.about}", output_width())
+    first, *others = paragraph(f"{name}  {about}", output_width())
     lines = [painted(first[: len(name)], BOLD, sys.stdout) + first[len(name) :], *others]
-    strict, lenient = ([f.value] if (f := opened.figures.get(n)) else [] for n in ("strict", "accuracy"))
-    shown = [(n, f) for n, f in opened.figures.items() if n != "strict" or says_more(strict, lenient)]
-    lines += [f"  {name:<9} {f'{figure}'.strip()}" for name, figure in shown]
-    failed, cut = (
-        sum(row[key] == value for row in rows) for key, value in (("valid", False), ("finish_reason", "length"))
-    )
-    wrong = [f"{cut} cut at the limit"] if cut else []
-    wrong += [f"{counted(failed, 'reward')} failed (--failed)"] if failed else []
-    return [*lines, "  " + ", ".join([counted(prompts, "prompt"), counted(len(rows), "completion"), *wrong])]
+    strict, lenient = ([f.value] if (f := figures.get(title)) else [] for title in ("strict", "accuracy"))
+    shown = [(title, f) for title, f in figures.items() if title != "strict" or says_more(strict, lenient)]
+    lines += [f"  {title:<9} {str(figure).strip()}" for title, figure in shown]
+    counts = [counted(len({row["prompt_number"] for row in rows}), "prompt"), counted(len(rows), "completion")]
+    if cut := sum(row["finish_reason"] == "length" for row in rows):
+        counts.append(f"{cut} cut at the limit")
+    if failed := sum(not row["valid"] for row in rows):
+        counts.append(f"{counted(failed, 'reward')} failed (--failed)")
+    return [*lines, f"  {', '.join(counts)}"]
 
 
-def _chosen(
-    rows: Sequence[Row], *, text: str, failed: bool, part: str | None, order: Order, reverse: bool
-) -> list[Row]:
-    """The completions asked for, in their order; those without the figure come last.
+def _sorted(rows: Sequence[Row], by: str, *, reverse: bool) -> list[Row]:
+    """The completions by a figure, the least or the longest first; those without it come last.
 
-    Raises ConfigError for a part that no completion has.
+    Raises ConfigError for a name of no figure.
     """
-    parts = dict.fromkeys([*(name for row in rows for name in row["reward_parts"]), *READINGS])
-    if part is not None and part not in parts:
-        raise ConfigError(
-            f"--part {part}: there is no such part of the reward{did_you_mean(nearest(part, parts), _listed(parts))}"
-        )
-    kept = [row for row in rows if not failed or not row["valid"]]
-    kept = [row for row in kept if text.lower() in f"{row['prompt']}\n{row['completion']}".lower()]
+    known = dict.fromkeys(["reward", "length", *READINGS, *(name for row in rows for name in row["reward_parts"])])
+    if by not in known:
+        hint = did_you_mean(nearest(by, known), f"it has {', '.join(known)}")
+        raise ConfigError(f"--sort {by}: there is no such figure or part of the reward{hint}")
 
     def figure(row: Row) -> float | None:
-        if part is None and row.get("loss") is not None:
+        if by == "length":
+            return -row["tokens"]
+        if by == "reward" and row.get("loss") is not None:
             return -row["loss"]
-        if part is not None:
-            return row[part] if part in READINGS else row["reward_parts"].get(part)
-        return -row["tokens"] if order == "length" else row["reward"]
+        return row[by] if by in ("reward", *READINGS) else row["reward_parts"].get(by)
 
     sign = -1 if reverse else 1
-    ordered = sorted(kept, key=lambda row: math.inf if (value := figure(row)) is None else sign * value)
-    return ordered if order == "length" and part is None else one_of_each_first(ordered, "prompt_number")
-
-
-def _listed(parts: Mapping[str, None]) -> str:
-    return f"it has {', '.join(parts)}"
+    return sorted(rows, key=lambda row: math.inf if (value := figure(row)) is None else sign * value)
 
 
 def _why(row: Row, *, full: bool) -> list[str]:
@@ -429,27 +358,25 @@ def played_lines(composed: Composed[EvalSettings]) -> list[str]:
     if env.scores:
         label, each = "plays", f"at most {env.max_completion_tokens} tokens each"
     data, *sources = data_facts(env)
-    first, sources = f"{label:<7} {data.value}", [str(source) for source in sources]
-    lines = [f"{first}, {each}", *sources]
     run = run_of_model(path)
-    if run is None:
-        return [*lines, f"model   {composed.model_name} ({path})"]
-    if (began := playable(run)) not in (run, None):
-        return [*lines, f"model   {path}, learned from pairs; the environment is that of {began}"]
-    record = read_run(run)
+    model = f"{composed.model_name} ({path})" if run is None else f"{path}, {_training(composed, run)}"
+    return [f"{label:<7} {data.value}, {each}", *map(str, sources), f"model   {model}"]
+
+
+def _training(composed: Composed[EvalSettings], run: Path) -> str:
+    """The environment that `run` was trained on, beside the one that is played."""
+    began, record = playable(run), read_run(run)
+    if began not in (run, None):
+        return f"learned from pairs; the environment is that of {began}"
     trained, played = record.part("env"), composed.as_dict()["env"]
+    if not trained:
+        return f"{run} does not say what it was trained on"
+    if (name := record.choice("env")) != composed.choices["env"]:
+        return f"trained on another environment, {name}" + (f" from {trained['path']}" if "path" in trained else "")
     unlike = NOT_PLAYED.union(EVAL.without, [] if trained.get("reward") else ["env.reward"])  # fine-tuning takes none
     other = [key for key in played if f"env.{key}" not in unlike and trained.get(key, played[key]) != played[key]]
-    if not trained:
-        training = f"{run} does not say what it was trained on"
-    elif (name := record.choice("env")) != composed.choices["env"]:
-        rows = f" from {trained['path']}" if "path" in trained else ""
-        training = f"trained on another environment, {name}{rows}"
-    elif other:
-        training = f"trained on the same, but with {' '.join(f'env.{key}={as_text(trained[key])}' for key in other)}"
-    else:
-        training = "trained on the same"
-    return [*lines, f"model   {path}, {training}"]
+    but = f", but with {' '.join(f'env.{key}={as_text(trained[key])}' for key in other)}" if other else ""
+    return f"trained on the same{but}"
 
 
 def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> Path:
@@ -460,29 +387,9 @@ def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> P
     folder = given_folder(out, name, root=EVALS, kind="an evaluation")
     if folder is None:
         return first_free(stem, EVALS)
-    for file, held in ((RESULT, "an evaluation"), (SAMPLES, "an evaluation"), (SWEEP_FILE, "a sweep")):
-        if (folder / file).exists():
-            raise ConfigError(f"{folder} already holds {held}: give another --name")
+    if any((folder / file).exists() for file in (RESULT, SAMPLES, SWEEP_FILE)):
+        raise ConfigError(f"{folder} already holds results: give another --name")
     return folder
-
-
-@contextmanager
-def reserved(folder: Path) -> Iterator[None]:
-    """Make the folder before any long work, and remove it again if nothing was written into it.
-
-    Raises CheckpointError if it cannot be made.
-    """
-    new = [each for each in (folder, *folder.parents) if not each.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
-    try:
-        yield
-    finally:
-        for each in new:
-            if each.is_dir() and not any(each.iterdir()):  # another evaluation may have removed a parent
-                each.rmdir()
 
 
 def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], Result]:
@@ -490,30 +397,29 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     composed, _ = resolved(composed)
     settings = composed.settings
     began = time.monotonic()
-    with reserved(folder):
-        with StatusLine(f"loading {settings.model.path}") as status:
-            from rlpost.evaluation.saved import write_evaluation
-            from rlpost.record import PRECISION
-            from rlpost.runs.folder import environment
+    with StatusLine(f"loading {settings.model.path}") as status:
+        from rlpost.evaluation.saved import write_evaluation
+        from rlpost.record import PRECISION
+        from rlpost.runs.folder import environment
 
-            if settings.env.scores:
-                from rlpost.train.assemble import evaluate_command as evaluated
-            else:
-                from rlpost.train.demonstrated import evaluate_demonstrations as evaluated
+        if settings.env.scores:
+            from rlpost.train.assemble import evaluate_command as evaluated
+        else:
+            from rlpost.train.demonstrated import evaluate_demonstrations as evaluated
 
-            model = resolve_model_path(settings.model.path)  # now: a run may save a later checkpoint meanwhile
-            evaluation = evaluated(settings, partial(status.now, "evaluating"), status.precision, status.note)
-        record = {
-            "folder": str(folder),
-            "command": typed,
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - began, 1),
-            "model": str(Path(model).resolve()) if Path(model).exists() else model,
-            "choices": composed.choices,
-            "overrides": composed.overrides,
-            "settings": composed.as_dict(),
-            "environment": environment(settings.seed) | {PRECISION: evaluation.precision},
-            "result": evaluation.result.as_dict(),
-        }
-        write_evaluation(folder, record, evaluation.played, evaluation.demonstrated)
+        model = resolve_model_path(settings.model.path)  # now: a run may save a later checkpoint meanwhile
+        evaluation = evaluated(settings, partial(status.now, "evaluating"), status.precision, status.note)
+    record = {
+        "folder": str(folder),
+        "command": typed,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - began, 1),
+        "model": str(Path(model).resolve()) if Path(model).exists() else model,
+        "choices": composed.choices,
+        "overrides": composed.overrides,
+        "settings": composed.as_dict(),
+        "environment": environment(settings.seed) | {PRECISION: evaluation.precision},
+        "result": evaluation.result.as_dict(),
+    }
+    write_evaluation(folder, record, evaluation.played, evaluation.demonstrated)
     return record, evaluation.result

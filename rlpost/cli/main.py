@@ -210,14 +210,13 @@ app.add_typer(data.app, name="data", rich_help_panel=PREPARE)
 app.add_typer(env.app, name="env", rich_help_panel=PREPARE)
 app.add_typer(reward.app, name="reward", rich_help_panel=PREPARE)
 compare.app.add_typer(again.app)
-app.add_typer(compare.app, name="runs", rich_help_panel=LOOK)
+app.add_typer(rollouts.app, name="runs", rich_help_panel=LOOK)
 app.command(
     "report",
     examples=report_verb.EXAMPLES,
     short_help="Write a run, or several, as one HTML page.",
     rich_help_panel=LOOK,
 )(report_verb.report)
-app.add_typer(rollouts.app, name="rollouts", rich_help_panel=LOOK)
 app.command(
     "export", examples=export_verb.EXAMPLES, short_help="Write a trained model as others read it.", rich_help_panel=LOOK
 )(export_verb.export)

@@ -28,7 +28,7 @@ from rlpost.config.paths import (
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
-from rlpost.runs.reader import RunRecord, find_run, playable, read_run, verb_of
+from rlpost.runs.reader import RunRecord, find_run, playable, read_run
 from rlpost.text import did_you_mean, nearest, shortened
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
         )
     if found is not None:
         check_resumable(found)
-    if (its := verb_of(run)) not in (None, command.verb):
+    if (its := read_run(run).verb) not in (None, command.verb):
         if never_began(run):
             return None
         raise ConfigError(f"--resume: {run} is a run of rlpost {its}, not of rlpost {command.verb}")
@@ -257,16 +257,13 @@ def environment_of_runs(command: Command[Any], words: Sequence[str], typed: Sequ
     from rlpost.config.compose import expand
     from rlpost.config.overrides import parse_words
 
-    at = next((place for place, word in reversed([*enumerate(words)]) if word.startswith("env=")), None)
-    if at is not None and (named := _run_named(words[at].removeprefix("env="))) is not None:
+    envs = [word.removeprefix("env=") for word in words if word.startswith("env=")]
+    if envs and (named := _run_named(envs[-1])) is not None:
         rest = [word for word in words if not word.startswith("env=")]
         run = _played(named, command)
         overrides = _environment(command, run, {word.partition("=")[0] for word in rest}, typed)
-        return RunEnvironment(
-            [*(f"{each.key}={each.text}" for each in overrides), *rest],
-            [],
-            f"environment of {run}: {_about(read_run(run))}",
-        )
+        words = [*(f"{each.key}={each.text}" for each in overrides), *rest]
+        return RunEnvironment(words, [], f"environment of {run}: {_about(read_run(run))}")
 
     given = {override.key: override.text for override in expand(command, parse_words(words))}
     found = [(who, run) for who in ("teacher", "model.path") if (run := run_of_model(given.get(who, ""))) is not None]
@@ -298,13 +295,8 @@ def _run_named(text: str) -> Path | None:
     from rlpost.config.schema import options
 
     if "/" in text:
-        run = run_of_model(text)
-        if run is None and text.startswith(f"{RUNS}/"):
-            try:
-                find_run(text)
-            except ConfigError as error:
-                raise ConfigError(f"env={text}: {error}") from None
-        return run
+        is_of_runs = text.startswith(f"{RUNS}/")
+        return run_of_model(text) or (find_run(text) if is_of_runs else None)
     return RUNS / text if text and text not in options("env") and is_run_folder(RUNS / text) else None
 
 

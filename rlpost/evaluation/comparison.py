@@ -9,10 +9,19 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from rlpost.config.schema import flat
+from rlpost.config.schema import as_text, flat
 from rlpost.errors import DataError
 from rlpost.evaluation.saved import SavedEvaluation
-from rlpost.evaluation.statistics import CONFIDENCE, FEWEST_DIFFERING, POWER, Difference, difference, most_differing
+from rlpost.evaluation.statistics import (
+    CONFIDENCE,
+    FEWEST_DIFFERING,
+    POWER,
+    Difference,
+    difference,
+    most_differing,
+    shown,
+    signed,
+)
 from rlpost.text import counted
 
 MEASURES = {
@@ -97,7 +106,7 @@ class Comparison:
         name, measured = next(((n, m) for n, m in known if m.a or m.b), known[0])
         found = measured.difference
         unit = "row" if name in LOWER_IS_BETTER else "prompt"
-        size = f"{_figure(found.value, name, '+')}{_spread(found, name)}, {counted(found.prompts, unit)}"
+        size = f"{_signed(found, name)}, {counted(found.prompts, unit)}"
         what = f" in {name}" if name in ("reward", "loss") else ""
         if found.is_significant:
             return f"{measured.verdict.replace('B', b, 1)} than {a}{what}: {size}"
@@ -119,7 +128,7 @@ class Comparison:
         if left_out:
             lines.append(f"left out: {', '.join(left_out)}")
         for key, (a, b) in self.differing_settings.items():
-            lines.append(f"beware: {key} differs, {_shown(a)} in A and {_shown(b)} in B")
+            lines.append(f"beware: {key} differs, {as_text(a)} in A and {as_text(b)} in B")
         lines.append(f"  {'':<18}{'A':>8}{'B':>8}    B - A")
         lines += [_row(MEASURES[name], name, measured) for name, measured in self.measures.items()]
         lines += [f"{name.removeprefix('accuracy_'):<9}{measured.verdict}" for name, measured in self.measures.items()]
@@ -213,21 +222,17 @@ def _drawn(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _row(title: str, name: str, measured: Measured) -> str:
-    found = measured.difference
     a, b = _figure(measured.a, name), _figure(measured.b, name)
-    return f"  {title:<18}{a:>8}{b:>8}    {_figure(found.value, name, '+')}{_spread(found, name, gap='  ')}"
+    return f"  {title:<18}{a:>8}{b:>8}    {_signed(measured.difference, name)}"
 
 
-def _spread(found: Difference, name: str, gap: str = " ") -> str:
-    """The interval of a difference behind a gap; empty if there is none."""
-    if found.low is None or found.high is None:
-        return ""
-    return f"{gap}[{_figure(found.low, name, '+')}, {_figure(found.high, name, '+')}]"
+def _signed(found: Difference, name: str) -> str:
+    return signed(found.value, found.low, found.high, is_share=_is_share(name))
 
 
-def _figure(value: float, name: str, sign: str = "") -> str:
-    return f"{value:{sign}.3f}" if name in ("reward", "loss") else f"{value:{sign}.1%}"
+def _figure(value: float, name: str) -> str:
+    return shown(value, is_share=_is_share(name))
 
 
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
+def _is_share(name: str) -> bool:
+    return name.startswith("accuracy")

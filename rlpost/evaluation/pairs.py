@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import floor, log10
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
 from rlpost.data.conversation import CUT
@@ -42,7 +40,7 @@ class Found:
     completions: int = 0
     left_out: Counter[str] = field(default_factory=Counter)  # completions, by why
     without: Counter[str] = field(default_factory=Counter)  # prompts, by why
-    apart: list[float] = field(default_factory=list)  # differences of reward that --margin would pair, above 0
+    apart: float = 0.0  # largest difference of two rewards of a prompt
 
     def lines(self) -> list[str]:
         """The counts, for people."""
@@ -54,17 +52,15 @@ class Found:
             lines.append("completions left out: " + _listed(self.left_out))
         if self.without:
             lines.append("prompts without a pair: " + _listed(self.without))
-        return [*lines, *([self.advice] if self.advice else [])]
+        return lines
 
-    @property
-    def advice(self) -> str:
-        """The margins that would give more pairs, and how many; empty if none would."""
-        if len(self.apart) <= self.pairs or (self.pairs and CLOSE in self.without):  # a margin was chosen
-            return ""
-        margins = sorted({_in_two_digits(each) for each in (min(self.apart), median_high(self.apart))})
-        counts = [sum(each >= margin - ROUNDING for each in self.apart) for margin in margins]
-        gives = [f"--margin {m:g} gives {counted(n, 'pair')}" for m, n in zip(margins, counts, strict=True)]
-        return f"by their rewards, {' and '.join(gives)}"
+    def refusal(self, *, judged: bool) -> str:
+        """Why there is no pair, and what --margin could do; `judged`: a margin or an accuracy says what is right."""
+        lines = ["there is no pair among these completions", *self.lines()[1:]]
+        if not judged:
+            lines = ["no accuracy was measured, which would say what is right"]
+        apart = f"the rewards of a prompt differ by at most {self.apart:.3g}: a smaller --margin pairs by them"
+        return "\n".join([*lines, apart if self.apart else "no two rewards of a prompt differ"])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -78,12 +74,6 @@ class Found:
         }
 
 
-def _in_two_digits(value: float) -> float:
-    """A positive value, rounded down to two digits."""
-    digits = 1 - floor(log10(value))
-    return floor(10**digits * (value + ROUNDING)) / 10**digits
-
-
 def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: float | None, most: int) -> Found:
     """Write the pairs of `groups` to a .jsonl file, which appears only when complete; returns the counts.
 
@@ -91,7 +81,7 @@ def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: f
     the worst left whose rewards are at least that far apart. A prompt gives at most `most` pairs, and a completion is
     in one of them. Raises DataError, and writes nothing, if there is no pair.
     """
-    found, of_prompt, by_reward_of = Found(), Counter[str](), Counter[str]()
+    found, of_prompt = Found(), Counter[str]()
     judged = margin is not None
     with replaced(file) as making, making.open("w", encoding="utf-8") as stream:
         for group in groups:
@@ -101,10 +91,8 @@ def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: f
             usable = _usable(group, found.left_out)
             pairs, why = _best_and_worst(usable, margin) if margin is not None else _right_and_wrong(usable)
             prompt = group[0]["prompt"]
-            by_reward, _ = _best_and_worst(usable, 0.0)
-            free = most - by_reward_of[prompt]
-            by_reward_of[prompt] += len(by_reward[:free])
-            found.apart += [best["reward"] - worst["reward"] for best, worst in by_reward[:free]]
+            rewards = [each["reward"] for each in usable]
+            found.apart = max(found.apart, max(rewards, default=0.0) - min(rewards, default=0.0))
             kept = pairs[: most - of_prompt[prompt]]
             of_prompt[prompt] += len(kept)
             for chosen, rejected in kept:
@@ -115,12 +103,7 @@ def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: f
                 found.without[ENOUGH if pairs else why] += 1
         stream.flush()
         if not found.pairs:
-            raise DataError(
-                "no accuracy was measured, which would say what is right"
-                + (f": {found.advice}" if found.advice else ", and no two rewards of a prompt differ")
-                if not judged
-                else "\n".join(["there is no pair among these completions", *found.lines()[1:]])
-            )
+            raise DataError(found.refusal(judged=judged))
     return found
 
 

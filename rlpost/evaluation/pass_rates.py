@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -66,10 +65,10 @@ def choose_by_pass_rate(env: DatasetChatEnv, settings: EnvSettings) -> str | Non
     """
     reports = []
     for part in env.parts:
-        wanted = RateFilter.of(part.source_settings or settings)
+        wanted = wanted_rates(part.source_settings or settings)
         if wanted is not None:
             prompts = ((part.where(n), part.opening_messages(row)) for n, row in enumerate(part.rows))
-            out, report = wanted.left_out(prompts)
+            out, report = _left_out(prompts, *wanted)
             reports.append(report)
             if out:
                 part.drop_rows(out, report)
@@ -81,48 +80,42 @@ def choose_demonstrations(env: DatasetChatEnv, settings: EnvSettings) -> tuple[I
 
     Raises DataError for prompts that were not measured, for plain text, and for rates of one source of a mix.
     """
-    wanted = RateFilter.of(settings)
+    wanted = wanted_rates(settings)
     if wanted is None:
         return env.demonstrations(), None
     every = list(env.demonstrations())
     whole = [each for each in every if not each.wrong]
     if text := next((each for each in whole if each.messages is None), None):
         raise DataError(f"env.pass_rates chooses by prompts, and {text.where} is plain text: leave it out")
-    out, report = wanted.left_out((each.where, prompt_of(each.messages or [])) for each in whole)
+    out, report = _left_out(((each.where, prompt_of(each.messages or [])) for each in whole), *wanted)
     gone = {id(whole[number]) for number in out}
     return [each for each in every if id(each) not in gone], report
 
 
-@dataclass(frozen=True)
-class RateFilter:
-    """Keeps the prompts whose measured rates lie within the bounds that stand beside `env.pass_rates`."""
+def wanted_rates(settings: EnvSettings) -> tuple[str, float, float] | None:
+    """The file of pass rates that `settings` name, with the least and the highest; None if they name none."""
+    names = ("pass_rates", "min_pass_rate", "max_pass_rate")
+    path, low, high = (getattr(settings, name, None) for name in names)
+    return None if path is None or low is None or high is None else (path, low, high)
 
-    path: str
-    low: float
-    high: float
 
-    @classmethod
-    def of(cls, settings: EnvSettings) -> RateFilter | None:
-        """The filter of `settings`; None if they name no rates."""
-        found = [getattr(settings, name, None) for name in ("pass_rates", "min_pass_rate", "max_pass_rate")]
-        path, low, high = found
-        return None if path is None or low is None or high is None else cls(path, low, high)
+def _left_out(
+    prompts: Iterable[tuple[str, Sequence[Message]]], path: str, low: float, high: float
+) -> tuple[list[int], str]:
+    """The numbers of the `prompts`, each with its place, whose rates are out of bounds; how many are kept, in words.
 
-    def left_out(self, prompts: Iterable[tuple[str, Sequence[Message]]]) -> tuple[list[int], str]:
-        """The numbers of the dropped `prompts`, and a line that says how many are kept. Each prompt has its place.
-
-        Raises DataError for prompts that were not measured.
-        """
-        rates = read_rates(self.path)
-        found = [(where, rates.get(prompt_digest(messages))) for where, messages in prompts]
-        if missing := [where for where, rate in found if rate is None]:
-            raise DataError(
-                f"env.pass_rates={self.path} has no rate for {len(missing):,} of {counted(len(found), 'prompt')}, such "
-                f"as {missing[0]}: measure again with rlpost data measure and the same env settings"
-            )
-        out = [n for n, (_, rate) in enumerate(found) if rate is not None and not self.low <= rate <= self.high]
-        kept, of = len(found) - len(out), counted(len(found), "prompt")
-        return out, f"{kept:,} of {of} have pass rates in [{self.low:g}, {self.high:g}]"
+    Raises DataError for prompts that were not measured.
+    """
+    rates = read_rates(path)
+    found = [(where, rates.get(prompt_digest(messages))) for where, messages in prompts]
+    if missing := [where for where, rate in found if rate is None]:
+        raise DataError(
+            f"env.pass_rates={path} has no rate for {len(missing):,} of {counted(len(found), 'prompt')}, such as "
+            f"{missing[0]}: measure again with rlpost data measure and the same env settings"
+        )
+    out = [n for n, (_, rate) in enumerate(found) if rate is not None and not low <= rate <= high]
+    kept, of = len(found) - len(out), counted(len(found), "prompt")
+    return out, f"{kept:,} of {of} have pass rates in [{low:g}, {high:g}]"
 
 
 def prompt_digest(messages: Sequence[Message]) -> str:

@@ -14,9 +14,10 @@ from rlpost.collectors.sync import Player
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import EnvBase
 from rlpost.errors import RewardError
+from rlpost.evaluation.saved import metrics_of
 from rlpost.evaluation.statistics import Share, maj_at_k, pass_at_k, ratio_interval, reward_interval
 from rlpost.policies.base import Policy
-from rlpost.record import ACCURACY, DECIDING, MEANS_STRICT, REWARD, says_more
+from rlpost.record import ACCURACY, DECIDING, MEANS_STRICT, REWARD, Interval, says_more
 from rlpost.settings import SamplingSettings
 from rlpost.text import counted
 
@@ -182,63 +183,53 @@ class EvalResult:
         """A small table for people, at most 80 columns wide except for long names of the reward's parts."""
         each = f" x {self.num_samples} completions" if self.num_samples > 1 else ""
         how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
-        lines = [f"{counted(self.num_prompts, 'prompt')}{each}, {how}, 95% intervals"]
-        rows = [row for row in self._rows() if any(row[1:])]
-        if not (strict_says_more := self._strict_says_more()):
-            rows = [(name, lenient, None) for name, lenient, _ in rows]
-        elif rows:
-            lines.append(f"  {'':<18}{'loose' if self.instructions else 'lenient':<26}strict")
-        lines += [f"  {name:<18}{_cell(lenient):<26}{_cell(strict)}".rstrip() for name, lenient, strict in rows]
-        lines.append(f"  {'truncated':<18}{self.truncated}")
-        ends = None if self.reward_low is None or self.reward_high is None else (self.reward_low, self.reward_high)
-        lines.append(f"  {'reward':<18}{self.reward_mean:6.3f}{_ends(ends)}")
-        intervals = self.reward_part_intervals
-        lines += [
-            f"    {name:<16}{value:6.3f}{_ends(intervals.get(name))}" for name, value in self.reward_parts.items()
-        ]
-        lines.append(f"  {'tokens per answer':<18}{self.tokens_mean:6.1f}")
+        found = self._shares()
+        lenient = [first.value if first else None for _, first, _ in found]
+        strict = [second.value if second else None for _, _, second in found]
+        has_strict = bool(self.instructions) or says_more(strict, lenient)
+        reward = Interval(self.reward_mean, self.reward_low, self.reward_high, is_share=False)
+        parts = self.reward_part_intervals
+        rows = [("", "loose" if self.instructions else "lenient", "strict")] if has_strict else []
+        rows += [(name, self._text(first), self._text(second) if has_strict else "") for name, first, second in found]
+        rows += [("truncated", self._text(self.truncated), ""), ("reward", f"{reward}", "")]
+        for name, value in self.reward_parts.items():
+            rows.append((f"  {name}", f"{Interval(value, *parts.get(name, (None, None)), is_share=False)}", ""))
+        rows.append(("tokens per answer", f"{self.tokens_mean:.1f}", ""))
         if self.num_failed:
-            lines.append(f"  {'reward failed':<18}{self.num_failed:6d}  (left out above)")
+            rows.append(("reward failed", f"{self.num_failed} (left out above)", ""))
+        width = max(len(first) for _, first, _ in rows) + 2
+        lines = [f"{counted(self.num_prompts, 'prompt')}{each}, {how}, 95% intervals"]
+        lines += [f"  {name:<19}{first:<{width}}{second}".rstrip() for name, first, second in rows]
+        if self.num_samples > 1 and self.accuracy_lenient is None:
+            lines.append("  this environment measures no accuracy, so there is no pass@k")
         if self.instructions:
             lines.append("  the reward's parts are weighted: they are not accuracies")
-        elif strict_says_more:
+        elif has_strict:
             lines.append(f"  {MEANS_STRICT}")
-        lines += self._remarks()
         for name, own in self.sources.items():
             first, *others = own.lines()
             lines += [f"{name}: {first}", *others]
         return lines
 
-    def _rows(self) -> list[tuple[str, Share | None, Share | None]]:
-        """Accuracy, instruction-level accuracy, pass@k and maj@k: name, lenient, strict."""
+    def _shares(self) -> list[tuple[str, Share | None, Share | None]]:
+        """Accuracy, instruction-level accuracy, pass@k and maj@k that were measured: name, lenient, strict."""
         name = "accuracy" if self.num_samples == 1 else f"avg@{self.num_samples}, pass@1"
-        each: list[tuple[str, Share | None, Share | None]] = []
+        found = [(name, self.accuracy_lenient, self.accuracy_strict)]
         if self.instructions:
             name = "prompt level" if self.num_samples == 1 else f"prompts, avg@{self.num_samples}"
-            each = [("instruction level", self.instructions["loose"], self.instructions["strict"])]
-        names = dict.fromkeys(key.rpartition("_")[0] for key in self.attempts)
-        found = self.attempts.get
-        several = [(n.replace("_at_", "@"), found(f"{n}_lenient"), found(f"{n}_strict")) for n in names]
-        return [(name, self.accuracy_lenient, self.accuracy_strict), *each, *several]
+            found = [(name, self.accuracy_lenient, self.accuracy_strict)]
+            found.append(("instruction level", self.instructions["loose"], self.instructions["strict"]))
+        for name in dict.fromkeys(key.rpartition("_")[0] for key in self.attempts):
+            lenient, strict = (self.attempts.get(f"{name}_{extraction}") for extraction in EXTRACTIONS)
+            found.append((name.replace("_at_", "@"), lenient, strict))
+        return [row for row in found if any(row[1:])]
 
-    def _strict_says_more(self) -> bool:
-        """Whether strict accuracies get a column: they differ from the lenient ones, or instructions are followed."""
-        lenient, strict = (
-            [share and share.value for share in shares] for shares in list(zip(*self._rows(), strict=True))[1:]
-        )
-        return bool(self.instructions) or says_more(strict, lenient)
-
-    def _remarks(self) -> list[str]:
-        """The shares that only some prompts have, because a reward returned no accuracy for the others."""
-        few = [
-            f"  {name} ({extraction}) is of {counted(share.prompts, 'prompt')}"
-            for name, *shares in self._rows()
-            for extraction, share in zip(EXTRACTIONS, shares, strict=True)
-            if share is not None and share.prompts != self.num_prompts
-        ]
-        if self.num_samples > 1 and self.accuracy_lenient is None:
-            few.append("  this environment measures no accuracy, so there is no pass@k")
-        return few
+    def _text(self, share: Share | None) -> str:
+        """A share, and how many prompts have it if others have none: a reward returned no accuracy for them."""
+        if share is None:
+            return ""
+        few = share.prompts != self.num_prompts and share not in self.instructions.values()
+        return f"{share}" + (f" of {counted(share.prompts, 'prompt')}" if few else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -246,22 +237,11 @@ class EvalResult:
 
     def metrics(self) -> dict[str, float]:
         """The measures under the names of metrics.jsonl: `eval/accuracy_lenient`, `eval/pass_at_8_lenient`, ..."""
-        values = {
-            "eval/prompts": float(self.num_prompts),
+        values = metrics_of(self.as_dict()) | {
             "eval/failed": float(self.num_failed),
-            "eval/reward": self.reward_mean,
             "eval/truncated": self.truncated.value,
             "eval/tokens_mean": self.tokens_mean,
         }
-        if self.reward_low is not None and self.reward_high is not None:
-            values |= {"eval/reward_low": self.reward_low, "eval/reward_high": self.reward_high}
-        shares = {f"accuracy_{e}": getattr(self, f"accuracy_{e}") for e in EXTRACTIONS} | self.attempts
-        shares |= {f"instructions_{reading}": share for reading, share in self.instructions.items()}
-        for name, share in shares.items():
-            if share is not None:
-                values |= {f"eval/{name}": share.value, f"eval/{name}_low": share.low, f"eval/{name}_high": share.high}
-                if share.prompts != self.num_prompts:
-                    values[f"eval/{name}_prompts"] = float(share.prompts)
         for source, own in self.sources.items():
             values |= {key.replace("eval/", f"eval/source/{source}/", 1): v for key, v in own.metrics().items()}
         return values
@@ -317,11 +297,3 @@ def _votes(prompt: Sequence[Conversation], extraction: str) -> list[tuple[str, f
     """Answer and accuracy of the completions that have both."""
     both = [(c.answer, getattr(c, f"accuracy_{extraction}")) for c in prompt]
     return [(answer, mark) for answer, mark in both if answer is not None and mark is not None]
-
-
-def _ends(interval: tuple[float, float] | None) -> str:
-    return "  (no interval)" if interval is None else f"  [{interval[0]:.3f}, {interval[1]:.3f}]"
-
-
-def _cell(share: Share | None) -> str:
-    return "" if share is None else str(share)

@@ -17,6 +17,8 @@ from rlpost.config import paths
 from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.files import expanded, json_in, replaced
+from rlpost.record import ACCURACY, LOSS, REWARD, STRICT, Interval, interval
+from rlpost.runs.reader import places, read_run
 from rlpost.text import did_you_mean, first_line, nearest
 
 SCHEMA = pa.schema(
@@ -44,19 +46,19 @@ SCHEMA = pa.schema(
 LATER = ("task", "prompt_messages", "loss")  # columns that older tables lack
 Row = dict[str, Any]
 MOST_NAMED = 8  # most evaluations that a hint lists
-COMPARED = ("prompt_id", "prompt_number", "reward", "accuracy_strict", "accuracy_lenient", "valid", "tokens")
 
 
 @dataclass(frozen=True)
 class SavedEvaluation:
-    """An evaluation read back: `result.json`, and the columns of `samples.parquet` that a comparison needs.
+    """An evaluation read back: the completions of its table, and the `result.json` beside it.
 
-    `record` is empty for a table without a `result.json` beside it.
+    `record` is empty for a table without one, as a run's held-out evaluations are. `samples` have the names of
+    `SCHEMA`, without ids; `reward_parts` is a dict and `task` the task itself, empty in a table without tasks.
     """
 
     name: str
     record: dict[str, Any]
-    samples: list[dict[str, Any]]
+    samples: list[Row]
 
 
 def write_evaluation(
@@ -129,77 +131,100 @@ def _as_json(task: Mapping[str, Any]) -> str:
     return json.dumps(dict(task), sort_keys=True, default=str)
 
 
-def find_evaluation(name: str) -> Path:
-    """The table of samples of an evaluation, or of a run's last held-out evaluation, else of the last of its model.
+def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """The figures in the `result` of a result.json, under the names of metrics.jsonl."""
+    name, key = ("loss", LOSS) if "loss" in result else ("reward", REWARD)
+    values = {key: result.get("loss", result.get("reward_mean"))}
+    values |= {f"{key}_{end}": result.get(f"{name}_{end}") for end in ("low", "high")}
+    values["eval/rows" if key == LOSS else "eval/prompts"] = result.get("num_prompts")
+    shares = {f"accuracy_{reading}": result.get(f"accuracy_{reading}") for reading in ("lenient", "strict")}
+    shares |= result.get("attempts", {})
+    shares |= {f"instructions_{reading}": share for reading, share in result.get("instructions", {}).items()}
+    for name, share in shares.items():
+        if share is not None:
+            values |= {f"eval/{name}": share["value"], **{f"eval/{name}_{end}": share[end] for end in ("low", "high")}}
+            if share["prompts"] != result.get("num_prompts"):
+                values[f"eval/{name}_prompts"] = share["prompts"]
+    return {key: float(value) for key, value in values.items() if value is not None}
 
-    `name` is a name, the path of a folder, or of the table itself.
-    Raises ConfigError, with the nearest name, if there is no such evaluation.
+
+def figures_in(row: Mapping[str, Any]) -> dict[str, Interval]:
+    """The figures of an evaluation, by title, in a row of metrics.jsonl."""
+    keys = {"accuracy": ACCURACY, "strict": STRICT}
+    several = [key for key in row if "_at_" in key and key.endswith("_lenient")]
+    keys |= {key.removeprefix("eval/").removesuffix("_lenient").replace("_at_", "@"): key for key in several}
+    keys |= {"reward": REWARD, "loss": LOSS}
+    return {title: figure for title, key in keys.items() if (figure := interval(row, key)) is not None}
+
+
+def figures_of(table: Path, saved: SavedEvaluation) -> dict[str, Interval]:
+    """The figures, by title, of the evaluation `saved` in `table`; empty if none are recorded."""
+    if saved.record:
+        return figures_in(metrics_of(saved.record["result"]))
+    rows = read_run(table.parents[1]).metrics if table.parent.name == paths.HELD_OUT else []
+    return next((figures_in(row) for row in rows if held_out_table(table.parents[1], row["step"]) == table), {})
+
+
+def find_evaluation(name: str, step: int | None = None) -> Path:
+    """The table of samples of an evaluation, or of a run's held-out evaluation after `step`, by default the last.
+
+    A run that kept no held-out completions has the newest evaluation of its model in evals/. `name` is a name, the
+    path of a folder, or of the table itself. Raises ConfigError, with the nearest name, if there is no such evaluation.
     """
     path = expanded(name)
-    if path.is_file() and path.suffix == ".parquet":
-        return path
-    is_path = "/" in name or name.startswith((".", "~"))
-    for folder in (path, paths.EVALS / name) if is_path else (paths.EVALS / name, path):
-        if paths.is_evaluation_folder(folder):
+    if step is None:
+        if path.is_file() and path.suffix == ".parquet":
+            return path
+        if folder := next(filter(paths.is_evaluation_folder, places(name, paths.EVALS)), None):
             return folder / paths.SAMPLES
-    runs = (path,) if is_path else (path, paths.RUNS / name)
-    if run := next((folder for folder in runs if paths.is_run_folder(folder)), None):
-        if steps := held_out_steps(run):
-            return held_out_table(run, steps[-1])
-        if (table := evaluation_of(run)) is not None:
-            return table
-        raise ConfigError(
-            f"{run} holds no held-out completions: make some with rlpost eval model={paths.as_model(run)}"
-        )
+    if run := next(filter(paths.is_run_folder, places(name)), None):
+        return _held_out(run, step)
+    if step is not None:
+        raise ConfigError(f"--step {step} is for a run, and {name} is not one")
     if path.exists():
-        jobs = ", ".join(str(path / job) for job in paths.evaluation_names(path))
-        advice = f"name two of {jobs}" if jobs else "rlpost eval makes one"
+        inside = bool(paths.evaluation_names(path))
+        advice = f"rlpost eval show {name} lists those in it" if inside else "rlpost eval makes one"
         raise ConfigError(f"{name} is not an evaluation, with {paths.RESULT} and {paths.SAMPLES}: {advice}")
-    names = paths.evaluation_names(path.parent if is_path else paths.EVALS)
-    near = nearest(path.name, names)
-    meant = None if near is None else str(path.parent / near) if is_path else near
-    known = f"there are {', '.join(names[:MOST_NAMED])}" if names else "rlpost eval makes one"
-    raise ConfigError(f"there is no evaluation {name}{did_you_mean(meant, known)}")
+    above = path.parent if "/" in name else paths.EVALS
+    names = {str(path.parent / each): each for each in paths.evaluation_names(above)}
+    known = f"there are {', '.join([*names.values()][:MOST_NAMED])}" if names else "rlpost eval makes one"
+    raise ConfigError(f"there is no evaluation {name}{did_you_mean(nearest(str(path), names), known)}")
 
 
-def read_evaluation(samples: Path) -> SavedEvaluation:
+def _held_out(run: Path, step: int | None) -> Path:
+    """The table of a run's held-out evaluation after `step`, or of the last. Raises ConfigError if there is none."""
+    steps = held_out_steps(run)
+    if step in steps or (steps and step is None):
+        return held_out_table(run, steps[-1] if step is None else step)
+    if steps:
+        raise ConfigError(f"{run} holds no evaluation after step {step}: it has {', '.join(map(str, steps))}")
+    if step is None and (table := evaluation_of(run)) is not None:
+        return table
+    raise ConfigError(f"{run} holds no held-out completions: make some with rlpost eval model={paths.as_model(run)}")
+
+
+def read_evaluation(samples: Path, *, with_ids: bool = False) -> SavedEvaluation:
     """Read a table of samples and the `result.json` beside it.
 
     Raises DataError for files that cannot be read or lack a column.
     """
     result = samples.with_name(paths.RESULT)
-    its_own = samples.name == paths.SAMPLES and result.is_file()
+    is_whole = samples.name == paths.SAMPLES and result.is_file()
+    names = [name for name in SCHEMA.names if with_ids or name != "token_ids"]
     try:
-        record = json_in(result) if its_own else {}
+        record = json_in(result) if is_whole else {}
         there = pq.read_schema(samples).names
-        missing = [name for name in COMPARED if name not in there]
-        columns = [*COMPARED, "loss"] if "loss" in there else list(COMPARED)
-        rows = [] if missing else pq.read_table(samples, columns=columns).to_pylist()
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
-    if missing:
-        raise DataError(f"{samples} has no column {', '.join(missing)}: it is not a table that rlpost eval wrote")
-    return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)
-
-
-def read_completions(samples: Path) -> list[dict[str, Any]]:
-    """Every completion of a table of samples without its ids, under the names of `SCHEMA`.
-
-    `reward_parts` is a dict and `task` the task itself, empty in a table without tasks. Raises DataError for a file
-    that cannot be read or lacks another column.
-    """
-    try:
-        there = pq.read_schema(samples).names
-        names = [name for name in SCHEMA.names if name != "token_ids" and (name in there or name not in LATER)]
-        rows = pq.read_table(samples, columns=names).to_pylist()
+        if missing := [name for name in names if name not in (*there, *LATER)]:
+            raise DataError(f"{samples} has no column {', '.join(missing)}: it is not a table that rlpost eval wrote")
+        rows = pq.read_table(samples, columns=[name for name in names if name in there]).to_pylist()
         for row in rows:
             row["reward_parts"] = dict(row["reward_parts"] or ())
             row["task"] = json.loads(row.get("task") or "{}")
             if row["reward"] is not None and not math.isfinite(row["reward"]):
                 row["reward"] = None
-    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+    except (OSError, json.JSONDecodeError, pa.ArrowException) as error:
         raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
-    return rows
+    return SavedEvaluation(samples.parent.name if is_whole else str(samples), record, rows)
 
 
 def is_evaluation(file: Path) -> bool:
@@ -216,11 +241,11 @@ def read_sampled(samples: Path) -> list[dict[str, Any]]:
     A prompt is a group of step 0, and all ids are sampled; `mask` is None for a conversation of several turns, whose
     sampled ids are not recorded. Raises DataError for a file that cannot be read or lacks a column.
     """
-    rows = read_completions(samples)
-    for row, ids in zip(rows, pq.read_table(samples, columns=["token_ids"])["token_ids"].to_pylist(), strict=True):
-        row |= {"step": 0, "group": row["prompt_number"], "token_ids": ids}
+    rows = read_evaluation(samples, with_ids=True).samples
+    for row in rows:
+        row |= {"step": 0, "group": row["prompt_number"]}
         row["turns"] = [{"role": "assistant", "content": row["completion"]}]
-        row["mask"] = [True] * len(ids) if row["tokens"] == len(ids) else None
+        row["mask"] = [True] * row["tokens"] if row["tokens"] == len(row["token_ids"]) else None
         row["restarts"] = []  # which only a conversation of several turns has
         row.setdefault("prompt_messages", None)
     return rows
@@ -245,11 +270,11 @@ def latest_held_out(run: Path) -> SavedEvaluation:
 
     Raises DataError if there is neither.
     """
-    if steps := [step for step in held_out_steps(run) if step > 0]:
-        return read_evaluation(held_out_table(run, steps[-1]))
-    if (table := evaluation_of(run)) is not None:
-        return read_evaluation(table)
-    raise DataError(f"{run} holds no held-out completions after training")
+    steps = [step for step in held_out_steps(run) if step > 0]
+    table = held_out_table(run, steps[-1]) if steps else evaluation_of(run)
+    if table is None:
+        raise DataError(f"{run} holds no held-out completions after training")
+    return read_evaluation(table)
 
 
 def evaluation_of(run: Path) -> Path | None:

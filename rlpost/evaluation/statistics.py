@@ -48,7 +48,7 @@ class Share:
         return cls(float(value), float(low), float(high), len(values))
 
     def __str__(self) -> str:
-        return f"{self.value:6.1%}  [{self.low:.1%}, {self.high:.1%}]"
+        return f"{self.value:.1%} [{self.low:.1%}, {self.high:.1%}]"
 
 
 def few_prompts(prompts: int) -> str:
@@ -297,6 +297,17 @@ def difference(differences: Sequence[float]) -> Difference:
         needed=max(math.ceil(count * (detectable / mean) ** 2), fewest) if mean else None,
         detectable=detectable if deviation else None,
     )
+
+
+def shown(value: float, *, is_share: bool, sign: str = "") -> str:
+    """A figure, in percent if it is a share; with the `sign` "+" a difference."""
+    return f"{value:{sign}.1%}" if is_share else f"{value:{sign}.3f}"
+
+
+def signed(value: float, low: float | None, high: float | None, *, is_share: bool) -> str:
+    """A difference with its 95% interval, if it has one."""
+    size, *ends = (shown(each, is_share=is_share, sign="+") for each in (value, low, high) if each is not None)
+    return f"{size} [{', '.join(ends)}]" if ends else size
 
 
 def most_differing(prompts: int) -> float:

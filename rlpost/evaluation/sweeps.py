@@ -21,8 +21,8 @@ import numpy as np
 from rlpost.config.paths import SAMPLES, SWEEP_FILE
 from rlpost.errors import DataError
 from rlpost.evaluation.comparison import Key, prompt_means
-from rlpost.evaluation.saved import latest_held_out, read_evaluation
-from rlpost.evaluation.statistics import crossed_interval, is_significant
+from rlpost.evaluation.saved import latest_held_out, metrics_of, read_evaluation
+from rlpost.evaluation.statistics import crossed_interval, is_significant, shown, signed
 from rlpost.files import json_in
 from rlpost.record import (
     ACCURACY,
@@ -31,16 +31,18 @@ from rlpost.record import (
     REWARD,
     Interval,
     interval,
-    late_mean,
+    main_figure,
     main_figures,
-    read_metrics,
     trained_loss,
 )
+from rlpost.runs.reader import read_run
 from rlpost.text import counted, one_line
 
 SEED = "seed"
 LONGEST_CELL = 32  # columns of a setting's value
 MORE_SEEDS = 'add "seed=range(3)"'
+KEYS = {"accuracy": ACCURACY, "reward": REWARD, "loss": LOSS}  # last word of the figure that jobs are compared by
+COLUMNS = {"accuracy": "accuracy_lenient", "reward": "reward"}  # its column in a table of samples
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,13 @@ class Verdict:
 
     first: str
     second: str
-    value: float | None
-    low: float | None
-    high: float | None
-    seeds: int
-    prompts: int | None
-    better: bool
     sentence: str
+    seeds: int
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    prompts: int | None = None
+    better: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,23 +107,18 @@ class SweepResult:
 
     def rows(self) -> list[list[str]]:
         """A header, and a row for each candidate: settings, seeds, late reward or loss, the figure before and after."""
-        has_seeds = any(len(each.runs) > 1 for each in self.candidates)
-        header = [*self.candidates[0].settings, *(["seeds"] if has_seeds else [])]
-        late = [f"late {self.learned}"] if self.learned and not self.by.startswith("late") else []
-        before = ["before"] if any(each.before is not None for each in self.candidates) else []
-        rows = [[*header, *late, *before, self.by]]
-        for each in self.candidates:
-            lacking = f" of {len(each.runs)}" if each.seeds < len(each.runs) else ""
-            rows.append(
-                [
-                    *(one_line(text, LONGEST_CELL, counted=True) for text in each.settings.values()),
-                    *([f"{each.seeds}{lacking}"] if has_seeds else []),
-                    *(["-" if each.late is None else f"{each.late:.3f}"] if late else []),
-                    *(["-" if each.before is None else _shown(each.before, self.by)] if before else []),
-                    "-" if each.figure is None else f"{each.figure}".strip(),
-                ]
-            )
-        return rows
+        known, columns = self.candidates, dict[str, list[str]]()
+        for key in known[0].settings:
+            columns[key] = [one_line(each.settings[key], LONGEST_CELL, counted=True) for each in known]
+        if any(len(each.runs) > 1 for each in known):
+            lacking = [f" of {len(each.runs)}" if each.seeds < len(each.runs) else "" for each in known]
+            columns["seeds"] = [f"{each.seeds}{of}" for each, of in zip(known, lacking, strict=True)]
+        if self.learned and not self.by.startswith("late"):
+            columns[f"late {self.learned}"] = [_cell(each.late, is_share=False) for each in known]
+        if any(each.before is not None for each in known):
+            columns["before"] = [_cell(each.before, is_share=self.by.endswith("accuracy")) for each in known]
+        columns[self.by] = ["-" if each.figure is None else f"{each.figure}".strip() for each in known]
+        return [[*columns], *map(list, zip(*columns.values(), strict=True))]
 
     def lines(self) -> list[str]:
         """The line below the table, and the verdict."""
@@ -139,7 +136,6 @@ class SweepResult:
 class _Run:
     """One run or evaluation of a sweep that ended well: its figures, and the figure of each prompt where it is kept."""
 
-    name: str
     seed: str | None
     figure: Interval
     before: float | None
@@ -153,21 +149,24 @@ def read_sweep(folder: Path) -> SweepResult:
     ended = [job for job in jobs if job["exit_code"] == 0 and job["result"]]
     trains = any("metrics" in job["result"] for job in ended)
     after = {job["name"]: _held_out(job["result"], "after") for job in ended}
-    late = {job["name"]: _late(folder / job["name"], job["result"]) for job in ended} if trains else {}
+    late = {job["name"]: _late(folder / job["name"]) for job in ended} if trains else {}
     learned = next((what for what, _ in late.values()), "")
-    by, figures = _figures(after, {name: value for name, (_, value) in late.items()}, learned)
-    runs = {
-        job["name"]: _Run(
-            job["name"],
-            job["differs"].get(SEED),
-            figure,
-            getattr(_figure_by(by, _held_out(job["result"], "before")), "value", None),
-            late[job["name"]][1] if trains else None,
-            _prompts(folder / job["name"], by, trains=trains),
-        )
-        for job in ended
-        if (figure := figures[job["name"]]) is not None
-    }
+    main = next((figure for figure in main_figures([*after.values()]) if figure), None)
+    if main is not None or any(LOSS in row for row in after.values()):
+        word = "loss" if main is None else "accuracy" if main.is_share else "reward"
+        by = f"held-out {word}" if learned else word
+        figures = {name: interval(row, KEYS[word]) for name, row in after.items()}
+    else:
+        word, by = "", f"late {learned or 'reward'}"
+        known = {name: value for name, (_, value) in late.items() if value is not None}
+        figures = {name: Interval(value, None, None, is_share=False) for name, value in known.items()}
+    runs = {}
+    for job in ended:
+        name, before = job["name"], interval(_held_out(job["result"], "before"), KEYS.get(word, ""))
+        if figure := figures.get(name):
+            prompts = _prompts(folder / name, COLUMNS.get(word), trains=trains)
+            earlier = before and before.value
+            runs[name] = _Run(job["differs"].get(SEED), figure, earlier, late[name][1] if trains else None, prompts)
     together: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for job in jobs:
         settings = tuple((key, text) for key, text in job["differs"].items() if key != SEED)
@@ -184,53 +183,30 @@ def _held_out(result: Mapping[str, Any], when: str) -> Mapping[str, Any]:
     """The held-out figures of a job, as in metrics.jsonl; an evaluation has none before."""
     if "metrics" in result:
         return result[f"evaluation_{when}"] or {}
-    if when == "before":
-        return {}
-    found = result["result"]
-    if "loss" in found:  # of demonstrations
-        ends = {f"{LOSS}_{end}": found[f"loss_{end}"] for end in ("low", "high")}
-        return {LOSS: found["loss"], "eval/rows": found["num_prompts"], **ends}
-    row = {"eval/prompts": found.get("num_prompts"), REWARD: found["reward_mean"]}
-    row |= {f"{REWARD}_{end}": found.get(f"reward_{end}") for end in ("low", "high")}
-    accuracy = found["accuracy_lenient"] or {}
-    return row | {f"{ACCURACY}_{name}".removesuffix("_value"): value for name, value in accuracy.items()}
+    return metrics_of(result["result"]) if when == "after" else {}
 
 
-def _late(run: Path, result: Mapping[str, Any]) -> tuple[str, float | None]:
+def figure_of(result: Mapping[str, Any]) -> str:
+    """The main figure of a job's result in words: a held-out one, or else the last reward or loss."""
+    row, last = _held_out(result, "after"), result.get("metrics") or {}
+    if figure := main_figure(row) or interval(row, LOSS):
+        return f"held-out {str(figure).strip()}"
+    reward, loss = last.get("reward/mean"), trained_loss(last)
+    return f"reward {reward:.3f}" if reward is not None else "" if loss is None else f"loss {loss:.3f}"
+
+
+def _late(run: Path) -> tuple[str, float | None]:
     """`reward` or `loss`, which the training reports at each step, and its mean in the last quarter of the steps."""
-    rows = read_metrics(run / "metrics.jsonl")[0] or [result["metrics"] or {}]
-    rewards = [row.get("reward/mean") for row in rows]
-    is_loss = all(reward is None for reward in rewards) and any(trained_loss(row) is not None for row in rows)
-    return ("loss", late_mean(map(trained_loss, rows))) if is_loss else ("reward", late_mean(rewards))
+    record = read_run(run)
+    reward, loss = record.late_reward, record.late_loss
+    return ("loss", loss) if reward is None and loss is not None else ("reward", reward)
 
 
-def _figures(
-    after: Mapping[str, Mapping[str, Any]], late: Mapping[str, float | None], learned: str
-) -> tuple[str, dict[str, Interval | None]]:
-    """By which figure jobs are compared, and each job's: a held-out one, or else the late reward or loss."""
-    rows = list(after.values())
-    main = next((each for each in main_figures(rows) if each), None)
-    if main is None and not any(LOSS in row for row in rows):
-        return f"late {learned or 'reward'}", {
-            name: None if value is None else Interval(value, None, None, None, is_share=False)
-            for name, value in late.items()
-        }
-    word = "loss" if main is None else "accuracy" if main.is_share else "reward"
-    by = f"held-out {word}" if learned else word
-    return by, {name: _figure_by(by, row) for name, row in after.items()}
-
-
-def _figure_by(by: str, row: Mapping[str, Any]) -> Interval | None:
-    return interval(row, {"accuracy": ACCURACY, "reward": REWARD, "loss": LOSS}[by.rpartition(" ")[2]])
-
-
-def _prompts(folder: Path, by: str, *, trains: bool) -> dict[Key, float]:
+def _prompts(folder: Path, column: str | None, *, trains: bool) -> dict[Key, float]:
     """The figure of each prompt; empty if the figure is not one of prompts, or its completions were not kept."""
-    measure = {"accuracy": "accuracy_lenient", "reward": "reward"}.get(by.rpartition(" ")[2])
-    if measure is None or by.startswith("late"):
-        return {}
     with suppress(DataError):
-        return prompt_means(latest_held_out(folder) if trains else read_evaluation(folder / SAMPLES), measure)
+        if column is not None:
+            return prompt_means(latest_held_out(folder) if trains else read_evaluation(folder / SAMPLES), column)
     return {}
 
 
@@ -274,30 +250,26 @@ def _verdict(
     pairs = [(run, of_second[run.seed]) for run in first[1] if run.seed in of_second]
     both = " and ".join(titles)
     if not pairs:
-        return Verdict(*titles, None, None, None, 0, None, False, f"no seed ended well for both {both}")
+        return Verdict(*titles, f"no seed ended well for both {both}", 0)
     if any(a.prompts and b.prompts and not a.prompts.keys() & b.prompts.keys() for a, b in pairs):
-        sentence = f"{both} have different held-out prompts, so they are not compared"
-        return Verdict(*titles, None, None, None, len(pairs), None, False, sentence)
+        return Verdict(*titles, f"{both} have different held-out prompts, so they are not compared", len(pairs))
     tables = [{key: a.prompts[key] - b.prompts[key] for key in a.prompts if key in b.prompts} for a, b in pairs]
     values, prompts = _crossed(tables, [a.figure.value - b.figure.value for a, b in pairs])
     value, low, high = crossed_interval(values) or (float(values.mean()), None, None)
     lowest, highest = (value, value) if low is None or high is None else (low, high)  # equal for all: no spread
     outside = highest < 0 if by.endswith("loss") else lowest > 0
     better = outside and (low is not None if prompts is None else bool(is_significant(values.mean(0))))
-    ends = "" if low is None or high is None else f" [{_shown(low, by, '+')}, {_shown(high, by, '+')}]"
-    counts = [
-        f", {counted(len(pairs), 'seed')}" if trains else "",
-        f", {counted(prompts, 'prompt')}" if prompts else "",
-    ]
-    size = f"{_shown(value, by, '+')}{ends}{''.join(counts)}"
-    if trains and len(pairs) == 1 and prompts is None:
+    counts = [counted(len(pairs), "seed")] * trains + ([counted(prompts, "prompt")] if prompts else [])
+    size = ", ".join([signed(value, low, high, is_share=by.endswith("accuracy")), *counts])
+    one_seed = trains and len(pairs) == 1
+    if one_seed and prompts is None:
         sentence = f"one seed cannot tell {both} apart: {MORE_SEEDS}"
     elif better:
         sentence = f"{titles[0]} is better than {titles[1]} in {by}: {size}"
-        sentence += f"; another seed may not agree: {MORE_SEEDS}" if trains and len(pairs) == 1 else ""
+        sentence += f"; another seed may not agree: {MORE_SEEDS}" if one_seed else ""
     else:
         sentence = f"no difference found between {both} in {by}: {size}"
-    return Verdict(*titles, value, low, high, len(pairs), prompts, better, sentence)
+    return Verdict(*titles, sentence, len(pairs), value, low, high, prompts, better)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -305,5 +277,5 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _shown(value: float, by: str, sign: str = "") -> str:
-    return f"{value:{sign}.1%}" if by.endswith("accuracy") else f"{value:{sign}.3f}"
+def _cell(value: float | None, *, is_share: bool) -> str:
+    return "-" if value is None else shown(value, is_share=is_share)

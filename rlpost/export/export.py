@@ -34,7 +34,8 @@ from rlpost.model.lora import adapted_with
 from rlpost.model.tokenizer import load_tokenizer, save_tokenizer, tokenizer_facts
 from rlpost.policies.base import Request
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.runs.rollouts import read_rollouts, rollout_steps
+from rlpost.runs.reader import read_run
+from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import SamplingSettings
 from rlpost.text import one_line
 
@@ -202,7 +203,7 @@ def beside(target: Path) -> Iterator[Path]:
 def prompts_of(run: Path, tokenizer: Any) -> list[list[int]]:
     """The ids of prompts to compare on: of the run's latest rollouts, and questions of our own where they are few."""
     texts: list[str] = []
-    for step in reversed(rollout_steps(run)):
+    for step in reversed(read_run(run).rollout_steps):
         texts += [row["prompt"] for row in read_rollouts(run, step)]
         if len({*texts}) >= PROMPTS:
             break

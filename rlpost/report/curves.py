@@ -21,7 +21,6 @@ from rlpost.record import (
     number,
 )
 from rlpost.runs.reader import RunRecord, RunState
-from rlpost.text import counted
 
 Row = Mapping[str, Any]
 Points = list[list[float]]  # [step, value], or [step, value, low, high] with the ends of a 95% interval
@@ -116,20 +115,16 @@ def curves_of(runs: Sequence[RunRecord], story: Sequence[str]) -> tuple[list[dic
     known = list(dict.fromkeys(key for each in points for key in each))
     order = [*story, *WORDS, *sorted(key for key in known if key not in WORDS)]
     shown: list[dict[str, Any]] = []
-    flat: list[str] = []
-    repeated: list[str] = []
+    left_out: list[str] = []
     for key in dict.fromkeys(key for key in order if key in known):
         title, unit = words_of_metric(key)
         lines = [each.get(key, []) for each in points]
-        if key not in story and len({point[1] for line in lines for point in line}) < 2:
-            flat.append(title)
-        elif key not in story and any(curve["lines"] == lines for curve in shown):
-            repeated.append(title)
+        is_flat = len({point[1] for line in lines for point in line}) < 2
+        if key not in story and (is_flat or any(curve["lines"] == lines for curve in shown)):
+            left_out.append(title)
         else:
             shown.append({"key": key, "title": title, "unit": unit, "story": key in story, "lines": lines})
-    parts = [f"{counted(len(flat), 'flat line')}: {', '.join(flat)}"] if flat else []
-    parts += [f"{counted(len(repeated), 'line')} equal to another: {', '.join(repeated)}"] if repeated else []
-    return shown, f"Left out: {'; '.join(parts)}." if parts else ""
+    return shown, f"Left out, flat or equal to another: {', '.join(left_out)}." if left_out else ""
 
 
 def points_of(metrics: Sequence[Row]) -> dict[str, Points]:
@@ -199,17 +194,16 @@ def wall_clock(log: str, now: datetime | None = None) -> float:
 
     One that was killed ends with its last dated line. 0 without a dated line.
     """
-    seconds = 0.0
-    began = last = None
+    attempts: list[list[datetime]] = []  # first and last dated line of each
+    runs = False
     for stamp, verdict in _STAMP.findall(log):
         at = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f")
         if verdict == BEGAN:
-            seconds += (last - began).total_seconds() if began and last else 0.0
-            began = at
-        last = at
-        if verdict in (FINISHED, STOPPED, FAILED) and began:
-            seconds += (at - began).total_seconds()
-            began = None
-    if began and last:
-        seconds += ((now or last) - began).total_seconds()
-    return seconds
+            attempts.append([at, at])
+            runs = True
+        elif runs:
+            attempts[-1][1] = at
+            runs = not verdict
+    if runs and now is not None:
+        attempts[-1][1] = now
+    return sum((last - first).total_seconds() for first, last in attempts)

@@ -431,7 +431,7 @@ function settings(body) {
 
 function commands(parent, run) {
   const body = section(parent, "commands", "Go on with it");
-  body.append(h("p", { class: "dim" }, "In the folder where the run was made:"),
+  body.append(h("p", { class: "dim" }, "In the folder where this page was made:"),
     ...run.commands.flatMap(([what, command]) => [h("h3", {}, what), h("pre", { tabindex: "0" }, command)]),
     h("h3", {}, run.typed.length > 1 ? "its own commands, one an attempt" : "its own command"), h("pre", { tabindex: "0" }, run.typed.join("\n") || "command.txt is missing"));
 }

@@ -12,30 +12,29 @@ import gzip
 import hashlib
 import html
 import json
-import math
 import random
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rlpost import __version__
-from rlpost.config.paths import RUNS, as_model, newest_checkpoint
+from rlpost.config.paths import as_model, newest_checkpoint
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
 from rlpost.evaluation.comparison import Comparison, compare
-from rlpost.evaluation.saved import held_out_steps, held_out_table, read_completions, read_evaluation
+from rlpost.evaluation.saved import held_out_steps, held_out_table, read_evaluation
 from rlpost.files import replaced
 from rlpost.record import CHOSEN, REWARD, one_of_each_first
 from rlpost.report.curves import curves_of, short, story_keys, time_of
 from rlpost.report.result import Figure, figures_of, head_of_sweep, table_of, verdict
-from rlpost.runs.diagnosis import AT_LEAST, symptoms_of
-from rlpost.runs.reader import RunRecord, code_of, evaluation_words, read_run, verb_of, words_of
-from rlpost.runs.rollouts import count_completions, read_chosen, rollout_steps
+from rlpost.runs.diagnosis import AT_LEAST
+from rlpost.runs.reader import RunRecord, code_of, evaluation_words, read_run, words_of
+from rlpost.runs.rollouts import count_completions, read_chosen
 from rlpost.text import counted
 
 MOST_STEPS = 60  # steps of a report whose completions are sampled, all runs together
@@ -44,7 +43,6 @@ MOST_TOKENS = 1000  # tokens of a completion that are shown one by one
 MOST_TEXT = 8000  # characters of a prompt or a reply
 MOST_PAIRS = 500  # held-out prompts shown before and after
 MOST_WARNINGS = 100
-GIVEN = ("command line", "recipe")  # who set a setting that is not at its default
 ACCURATE = "accuracy_lenient"  # column of the held-out tables
 KINDS = {  # measure -> how a reply has changed: better, worse, and the same with something earned or nothing
     "reward": ("reward rose", "reward fell", "the same reward", "the same reward"),
@@ -112,9 +110,8 @@ def content(runs: Sequence[Path], sweep: Path | None = None) -> dict[str, Any]:
     curves, left_out = curves_of(records, story_keys(records, [its[0].key for its in figures if its]))
     table = ""
     if len(runs) > 1:
-        typed = [{key for key, _, source in run["settings"] if source in GIVEN} for run, _ in gathered]
         head = f"<h1>{len(runs)} runs compared</h1>" if sweep is None else head_of_sweep(sweep)
-        table = head + table_of(records, figures, typed)
+        table = head + table_of(records, figures)
     return {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "rlpost": __version__,
@@ -139,7 +136,7 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
     unread: list[str] = []  # files that cannot be read, and what is missing from the page
     tables, compared = _held_out_tables(record, unread)
     figures = figures_of(record, compared)
-    symptoms, steps, _ = symptoms_of(record.folder)
+    symptoms, steps, _ = record.diagnosis
     log = record.folder / "log.txt"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     run = {
@@ -152,7 +149,7 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
         + (f" Most problems take {AT_LEAST} steps to show." if steps < AT_LEAST else ""),
         "warnings": [*unread, *_warnings(text, [symptom.name for symptom in symptoms])],
         "held_out": replies_of(tables, by_reward=not figures or figures[0].key == REWARD),
-        "completions": _completions(record.folder, most_steps, unread),
+        "completions": _completions(record, most_steps, unread),
         "time": time_of(record, text),
         "memory": max(record.series("memory/peak_gb"), default=0.0),
         "settings": _settings(record),
@@ -165,7 +162,7 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
     """(name, value) of what the run is: how far it came, and the facts of its plan."""
     return [
-        ("training", _training(record)),
+        ("training", (record.verb or "train").removeprefix("train ")),
         ("state", record.state.value + (f": {record.error}" if record.error else "")),
         ("steps", f"{record.steps_done} of {record.total_steps or '?'}"),
         *((fact.name, fact.text) for fact in record.facts),
@@ -174,36 +171,23 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
-def _training(record: RunRecord) -> str:
-    return (verb_of(record.folder) or "train").removeprefix("train ")
-
-
 def _line(record: RunRecord) -> str:
     """One line about a run, for the head of its page."""
-    done = f"{record.steps_done} of {record.total_steps or '?'} steps, {record.state.value}"
-    error = f": {record.error}" if record.error else ""
+    its = dict(_facts(record))
     model = record.part("model").get("path", "unknown")
-    return f"{_training(record)} of {model} on {record.data}; {done}{error}; {record.machine}"
+    return f"{its['training']} of {model} on {record.data}; {its['steps']} steps, {its['state']}; {record.machine}"
 
 
 def _warnings(log: str, symptoms: Sequence[str]) -> list[str]:
     """The first warnings and errors of `log`, without repetitions and without those of `symptoms`."""
-    found = [
-        line.partition(lv)[2].strip() for line in log.splitlines() for lv in (" WARNING ", " ERROR ") if lv in line
-    ]
+    found = [line.strip() for line in re.findall(r" (?:WARNING|ERROR) (.*)", log)]
     beginnings = tuple(f"{name} (steps " for name in symptoms)
     return [line for line in dict.fromkeys(found) if not line.startswith(beginnings)][:MOST_WARNINGS]
 
 
 def commands_of(record: RunRecord) -> list[list[str]]:
-    """[what it does, command] of what can be done with the run, typed in the folder where it was made.
-
-    Code is named again: it is taken from a command line alone.
-    """
-    words = [word for line in record.commands for word in words_of(line)]
-    outs = [following for word, following in pairwise(words) if word == "--out"]
-    outs += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
-    model = as_model(Path(outs[-1]) if outs else RUNS / record.folder.name)
+    """[what it does, command] of what can be done with the run. Code is named again: only a command line gives it."""
+    model = as_model(record.folder)
     code = code_of(record.overrides)
     repeat = ["repeat it and compare", shlex.join(["rlpost", "runs", "reproduce", model, *code])]
     if newest_checkpoint(record.folder) is None:  # there is no model yet
@@ -225,9 +209,9 @@ def _settings(record: RunRecord) -> list[list[str]]:
 
     def source(key: str) -> str:
         if key in typed:
-            return GIVEN[0]
+            return "command line"
         if key in given:
-            return GIVEN[1]
+            return "recipe"
         return f"chosen: {chosen[key]}" if key in chosen else "default"
 
     return [[key, as_text(value), source(key)] for key, value in flat(record.config).items()]
@@ -241,9 +225,9 @@ def _held_out_tables(record: RunRecord, unread: list[str]) -> tuple[Sequence[Seq
     known = held_out_steps(record.folder)
     if len(known) < 2:
         return [], None
-    files = [held_out_table(record.folder, step) for step in (known[0], known[-1])]
     try:
-        tables, compared = [read_completions(file) for file in files], compare(*map(read_evaluation, files))
+        evaluations = [read_evaluation(held_out_table(record.folder, step)) for step in (known[0], known[-1])]
+        tables, compared = [each.samples for each in evaluations], compare(*evaluations)
         return [] if "loss" in compared.measures else tables, compared  # demonstrated replies never change
     except DataError as error:
         unread.append(f"held-out prompts are not compared: {error}")
@@ -260,9 +244,9 @@ def replies_of(tables: Sequence[Sequence[Row]], *, by_reward: bool) -> dict[str,
         return None
     first, last = ({(r["prompt_id"], r["prompt_number"], r["sample"]): r for r in table} for table in tables)
     both = [(first[key], row) for key, row in last.items() if key in first and key[-1] == 0]
-    measure = "reward" if by_reward or any(_measured(row, ACCURATE) is None for row in last.values()) else ACCURATE
+    measure = "reward" if by_reward or any(row[ACCURATE] is None for row in last.values()) else ACCURATE
     kinds = KINDS[measure]
-    has_accuracy = any(_measured(row, ACCURATE) not in (None, row["reward"]) for pair in both for row in pair)
+    has_accuracy = any(row[ACCURATE] not in (None, row["reward"]) for pair in both for row in pair)
     found = []
     for before, after in both:
         change = _change(before, after, measure)
@@ -282,30 +266,22 @@ def replies_of(tables: Sequence[Sequence[Row]], *, by_reward: bool) -> dict[str,
 def _prompt(row: Row) -> str:
     """The prompt without the words of a chat template; as it was rendered in a table without messages."""
     messages = row.get("prompt_messages") or []
-    return (
-        messages[0]["content"]
-        if len(messages) == 1
-        else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages) or row["prompt"]
-    )
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages) or row["prompt"]
 
 
 def _change(before: Row, after: Row, measure: str) -> float:
     """By how much a measure has risen; 0 where one of both is unknown."""
-    first, last = _measured(before, measure), _measured(after, measure)
+    first, last = before[measure], after[measure]
     return 0.0 if first is None or last is None else last - first
 
 
-def _measured(row: Row, name: str) -> float | None:
-    value = row[name]
-    return None if value is None or not math.isfinite(value) else value
-
-
 def _reply(row: Row, *, with_accuracy: bool) -> dict[str, Any]:
-    reward, accuracy = _measured(row, "reward"), _measured(row, ACCURATE)
     return {
         "text": row["completion"][:MOST_TEXT],
-        "reward": None if reward is None else short(reward),
-        "accuracy": accuracy if with_accuracy else None,
+        "reward": None if row["reward"] is None else short(row["reward"]),
+        "accuracy": row[ACCURATE] if with_accuracy else None,
         "answer": row["answer"] or "",  # that was read from the reply
         "finish": row["finish_reason"],
         "error": row["error"],
@@ -315,9 +291,9 @@ def _reply(row: Row, *, with_accuracy: bool) -> dict[str, Any]:
 # Completions
 
 
-def _completions(run: Path, most_steps: int, unread: list[str]) -> dict[str, Any]:
+def _completions(record: RunRecord, most_steps: int, unread: list[str]) -> dict[str, Any]:
     """Sample at most `most_steps` steps, evenly spread: worst, best, most surprising and random completions."""
-    known = rollout_steps(run)
+    run, known = record.folder, record.rollout_steps
     count = min(most_steps, len(known))
     places = sorted({round(i * (len(known) - 1) / max(1, count - 1)) for i in range(count)})
     pieces = _pieces_of(run)

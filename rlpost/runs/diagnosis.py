@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlpost.errors import DataError
-from rlpost.record import ACCURACY, LOSS, TRAINED_LOSSES, has_evaluation, number, read_metrics
+from rlpost.record import ACCURACY, LOSS, TRAINED_LOSSES, has_evaluation, number
 from rlpost.text import counted
+
+if TYPE_CHECKING:
+    from rlpost.runs.reader import RunRecord
 
 FIRST, LAST = 3, 5  # how many of the first steps are compared with how many of the last
 AT_LEAST = 8  # steps before a rule is applied
@@ -40,23 +42,25 @@ class Symptom:
         return f"{self.name} (steps {self.steps[0]}-{self.steps[1]}): {self.evidence}; {self.fix}"
 
 
-def symptoms_of(run: Path) -> tuple[list[Symptom], int, str]:
-    """The symptoms in a run's figures and last texts, each at the step it first showed; and the number of steps.
+class Findings(NamedTuple):
+    """The symptoms of a run, each at the step it first showed."""
 
-    The third value says why the texts could not be read; it is empty if they were.
-    """
-    from rlpost.runs.rollouts import read_rollouts, rollout_steps
+    symptoms: list[Symptom]
+    steps: int  # how many were trained
+    unread: str  # why the completions could not be read; empty if they were
 
-    rows, _ = read_metrics(run / "metrics.jsonl")
-    few = few_held_out(rows)
+
+def symptoms_of(record: RunRecord) -> Findings:
+    """Find the symptoms in the figures of a run, and in the texts of its last step."""
+    few = few_held_out(record.metrics)
     found = {few.name: few} if few else {}
     diagnosis, unread = Diagnosis(), ""
-    for row in rows:
+    for row in record.metrics:
         for symptom in diagnosis.after(row):
             found.setdefault(symptom.name, symptom)
-    for step in rollout_steps(run)[-1:]:
+    for step in record.rollout_steps[-1:]:
         try:
-            completions = read_rollouts(run, step)
+            completions = record.rollouts(step)
         except DataError as error:
             unread = str(error)
             break
@@ -65,7 +69,7 @@ def symptoms_of(run: Path) -> tuple[list[Symptom], int, str]:
         )
         if texts is not None:
             found.setdefault(texts.name, texts)
-    return list(found.values()), sum(row["step"] > 0 for row in rows), unread
+    return Findings(list(found.values()), sum(row["step"] > 0 for row in record.metrics), unread)
 
 
 def repeated_text(step: int, texts: Sequence[str], prompts: Sequence[str]) -> Symptom | None:
@@ -248,7 +252,7 @@ def reward_up_accuracy_down(run: Diagnosis) -> Symptom | None:
     if reward is None or accuracy is None or reward[1] < reward[0] + 0.05 or accuracy[1] > accuracy[0] - 0.05:
         return None
     evidence = f"reward {_change(reward)}, accuracy {_change(accuracy)}"
-    fix = "rlpost rollouts show RUN shows the best completions; correct the reward"
+    fix = "rlpost runs rollouts RUN shows the best completions; correct the reward"
     return Symptom("reward hacking", run.steps(), evidence, fix)
 
 
@@ -258,7 +262,7 @@ def reward_without_accuracy(run: Diagnosis) -> Symptom | None:
     if reward is None or reward[1] < reward[0] + 0.05 or not accuracy or any(accuracy):
         return None
     evidence = f"reward {_change(reward)}, and no completion was right in {len(accuracy)} steps"
-    fix = "rlpost rollouts show RUN shows the completions that earn it; let a right answer earn more"
+    fix = "rlpost runs rollouts RUN shows the completions that earn it; let a right answer earn more"
     return Symptom("reward without accuracy", run.steps(), evidence, fix)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from rlpost.files import replaced
 from rlpost.model.memory import process_tree
+from rlpost.record import INCIDENT
 from rlpost.text import without_passwords
 
 log = logging.getLogger("rlpost")
-INCIDENT = "incident.json"
 
 
 def write_incident(folder: Path, error: BaseException, doing: str, step: int) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlpost.catalog import COMMANDS, Command
 from rlpost.config import paths
-from rlpost.config.schema import default_choices
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, locked, slug
 from rlpost.record import (
@@ -26,19 +25,27 @@ from rlpost.record import (
     FACTS,
     FAILED,
     FINISHED,
+    INCIDENT,
     STOPPED,
     TOTAL_STEPS,
+    TRAINED_LOSSES,
     Fact,
+    HeldOut,
     Interval,
     facts_in,
     has_evaluation,
+    held_out,
     interval,
+    late_mean,
     number,
     read_metrics,
+    trained_loss,
 )
-from rlpost.settings.base import NAME
-from rlpost.settings.commands import says_where
 from rlpost.text import did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from rlpost.catalog import Command
+    from rlpost.runs.diagnosis import Findings
 
 LOG_END = 65536  # bytes at the end of log.txt that are searched for the run's end
 _VERDICT = re.compile(rf"^\d{{4}}-\S+ \S+ [A-Z]+ ({BEGAN}|{FINISHED}|{STOPPED}|{FAILED})(.*)$", re.MULTILINE)
@@ -57,41 +64,70 @@ class RunState(Enum):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run folder, read once.
+    """One run folder; each part is read when it is first asked for, and kept.
 
-    `metrics` are the lines of metrics.jsonl in their order; `damaged_lines` counts the unreadable ones, which a crash
-    or a write in progress leaves. `commands` has one command line per attempt.
+    All verbs ask it for what a run was given and what came of it. A file that is missing, or not whole, leaves its part
+    empty.
     """
 
     folder: Path
-    state: RunState
-    error: str  # of a failed run
-    metrics: list[dict[str, Any]]
-    damaged_lines: int
-    commands: list[str]
-    overrides: list[str]
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    updated: float  # time of the last write, in seconds since the epoch
+
+    # What the run was given
+
+    @cached_property
+    def commands(self) -> list[str]:
+        """The command line of each attempt."""
+        return _text(self.folder / "command.txt").splitlines()
+
+    @cached_property
+    def overrides(self) -> list[str]:
+        """The settings that were given, one word each."""
+        return _text(self.folder / "overrides.txt").splitlines()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """All settings, as config.yaml nests them."""
+        return _yaml(self.folder / "config.yaml")
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Machine, versions, code, data and facts of the last attempt, as environment.json has them."""
+        return _json(self.folder / "environment.json")
 
     def part(self, name: str) -> dict[str, Any]:
         """The settings of a group in config.yaml, such as `model`; empty if the key holds something else."""
         part = self.config.get(name)
         return part if isinstance(part, dict) else {}
 
-    @property
-    def total_steps(self) -> int | None:
-        """Steps of the whole run; None while they are unknown."""
-        return _total_steps(self.config, self.environment)
+    def choice(self, group: str) -> str | None:
+        """The option chosen for `group`, or its default; None if unknown."""
+        words = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
+        return words[-1] if words else self._default_choices.get(group)
+
+    @cached_property
+    def command(self) -> Command[Any] | None:
+        """The command of the last attempt; None if command.txt does not name one that is known here."""
+        from rlpost.catalog import COMMANDS  # loads every settings class
+
+        words = self._last_words
+        return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
 
     @property
-    def facts(self) -> list[Fact]:
-        """The facts that the plan of the last attempt showed; of a run that recorded none, those of its settings."""
-        if known := [fact for fact in facts_in(self.environment) if fact.value]:
-            return known
-        model = f"{self.model_name or 'unknown'} ({self.part('model').get('path', 'path unknown')})"
-        facts = {"model": model, "data": self.data, "seed": str(self.config.get("seed", "unknown"))}
-        return facts_in({FACTS: [{"name": name, "value": value} for name, value in facts.items()]})
+    def verb(self) -> str | None:
+        """The verb of the last attempt, a plugin's too; None where command.txt does not say."""
+        if self.command is not None:
+            return self.command.verb
+        from rlpost.settings.base import NAME
+
+        words = self._last_words
+        return " ".join(words[1:3]) if words[1:2] == ["train"] and NAME.fullmatch("".join(words[2:3])) else None
+
+    @property
+    def says_where(self) -> bool:
+        """Whether the last attempt's command names the run's folder, so that it can be typed again."""
+        from rlpost.settings.commands import says_where
+
+        return says_where(self._last_words)
 
     @property
     def model_name(self) -> str | None:
@@ -107,10 +143,14 @@ class RunRecord:
         path = self.part("env").get("path")
         return (self.choice("env") or "unknown") + (f" ({path})" if path else "")
 
-    def phases(self) -> dict[str, float]:
-        """Seconds of the phases of the steps; while sampling goes on beside the training, those of the training."""
-        names = ("wait", "train", "sync") if self.series("time/wait") else ("rollout", "reward", "train", "sync")
-        return {name: sum(self.series(f"time/{name}")) for name in names}
+    @property
+    def facts(self) -> list[Fact]:
+        """The facts that the plan of the last attempt showed; of a run that recorded none, those of its settings."""
+        if known := [fact for fact in facts_in(self.environment) if fact.value]:
+            return known
+        model = f"{self.model_name or 'unknown'} ({self.part('model').get('path', 'path unknown')})"
+        facts = {"model": model, "data": self.data, "seed": str(self.config.get("seed", "unknown"))}
+        return facts_in({FACTS: [{"name": name, "value": value} for name, value in facts.items()]})
 
     @property
     def versions(self) -> str:
@@ -125,71 +165,188 @@ class RunRecord:
         """The machine in words."""
         return f"{self.environment.get('cpu_count', '?')} cores, {self.environment.get('cuda') or 'no GPU'}"
 
+    # How far it came, and how it ended
+
     @property
-    def says_where(self) -> bool:
-        """Whether the last attempt's command names the run's folder, so that it can be typed again."""
-        return bool(self.commands) and says_where(words_of(self.commands[-1]))
+    def state(self) -> RunState:
+        """Whether it goes on, or how it ended."""
+        return self._end[0]
+
+    @property
+    def error(self) -> str:
+        """The error of a failed run; otherwise empty."""
+        return self._end[1]
+
+    @cached_property
+    def incident(self) -> dict[str, Any]:
+        """The moment when an error ended it: `doing`, `step`, `error`, `traceback`; empty if none was recorded."""
+        return _json(self.folder / INCIDENT)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None while they are unknown."""
+        steps = self.environment.get(TOTAL_STEPS) or self.config.get("steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def steps_done(self) -> int:
         """The last step that was recorded."""
         return max((row["step"] for row in self.metrics), default=0)
 
+    @cached_property
+    def updated(self) -> float:
+        """Time of the last write, in seconds since the epoch."""
+        return _last_write(self.folder)
+
     @property
-    def seconds(self) -> float:
-        """Time spent in steps, evaluations left out."""
-        return sum(self.series("time/step"))
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, in the order of their steps."""
+        return paths.checkpoints(self.folder / "checkpoints")
+
+    # Its figures
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl in their order."""
+        return self._metrics[0]
+
+    @property
+    def damaged_lines(self) -> int:
+        """How many lines of metrics.jsonl cannot be read: a crash or a write in progress leaves some."""
+        return self._metrics[1]
+
+    def points(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of each recorded value of `key`; steps without one are left out."""
+        return [(row["step"], value) for row in self.metrics if (value := number(row, key)) is not None]
 
     def series(self, key: str) -> list[float]:
         """The recorded values of `key`, step by step; steps without one are left out."""
-        return [value for row in self.metrics if (value := number(row, key)) is not None]
+        return [value for _, value in self.points(key)]
 
     def last(self, key: str) -> float | None:
         """The latest recorded value of `key`."""
         return next(iter(reversed(self.series(key))), None)
 
-    def evaluation(self, *, before: bool) -> dict[str, Any] | None:
-        """The metrics of the evaluation before the first step, or of the latest one after it."""
-        rows = [row for row in self.metrics if (row["step"] == 0) == before and has_evaluation(row)]
-        return rows[-1] if rows else None
+    @property
+    def loss(self) -> float | None:
+        """The main loss of the last step, where no completions are sampled."""
+        return next((loss for key in TRAINED_LOSSES if (loss := self.last(key)) is not None), None)
+
+    @property
+    def late_reward(self) -> float | None:
+        """The mean reward of the last quarter of the steps."""
+        return late_mean(number(row, "reward/mean") for row in self.metrics)
+
+    @property
+    def late_loss(self) -> float | None:
+        """The mean of the main loss in the last quarter of the steps."""
+        return late_mean(map(trained_loss, self.metrics))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens sampled, or where nothing is sampled, trained on."""
+        return sum(self.series("tokens/generated")) or sum(self.series("tokens/trained"))
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in steps, evaluations left out."""
+        return sum(self.series("time/step"))
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of the phases of the steps; while sampling goes on beside the training, those of the training."""
+        names = ("wait", "train", "sync") if self.series("time/wait") else ("rollout", "reward", "train", "sync")
+        return {name: sum(self.series(f"time/{name}")) for name in names}
+
+    @property
+    def diagnosis(self) -> Findings:
+        """The symptoms that its figures and its last texts show."""
+        from rlpost.runs.diagnosis import symptoms_of
+
+        return symptoms_of(self)
+
+    # Its evaluations on held-out data
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The metrics of each evaluation, in order; `interval` of rlpost.record reads a figure with its interval."""
+        return [row for row in self.metrics if has_evaluation(row)]
+
+    def evaluation(self, *, before: bool, until: int | None = None) -> dict[str, Any] | None:
+        """The metrics of the evaluation before the first step, or of the latest one after it, `until` a step."""
+        rows = [row for row in self.evaluations if (row["step"] == 0) == before]
+        return next((row for row in reversed(rows) if until is None or row["step"] <= until), None)
+
+    def intervals(self, key: str) -> list[tuple[int, Interval]]:
+        """(step, figure with its interval) of a held-out figure, of each evaluation that has it."""
+        return [(row["step"], figure) for row in self.evaluations if (figure := interval(row, key)) is not None]
 
     def before_and_after(self, key: str) -> tuple[Interval | None, Interval | None]:
         """A held-out figure of the evaluation before training, and of the latest one after it."""
         before, after = (interval(self.evaluation(before=first) or {}, key) for first in (True, False))
         return before, after
 
-    def choice(self, group: str) -> str | None:
-        """The option chosen for `group`, or its default; None if unknown."""
-        words = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
-        command = _command(self.commands)
-        default = {} if command is None else default_choices(command)
-        return words[-1] if words else default.get(group)
+    def held_out(self, until: int | None = None) -> list[HeldOut]:
+        """The held-out figures worth showing, before training and after it (at the latest after step `until`)."""
+        return held_out(self.evaluation(before=True) or {}, self.evaluation(before=False, until=until) or {})
+
+    # Its completions
+
+    @cached_property
+    def rollout_steps(self) -> list[int]:
+        """The steps whose completions are kept, in order."""
+        names = [path.stem.removeprefix("step-") for path in (self.folder / "rollouts").glob("step-*.parquet")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """The completions of a step; see `read_rollouts`, which raises DataError for a file that cannot be read."""
+        from rlpost.runs.rollouts import read_rollouts  # loads pyarrow
+
+        return read_rollouts(self.folder, step)
+
+    # Read once
+
+    @cached_property
+    def _metrics(self) -> tuple[list[dict[str, Any]], int]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @cached_property
+    def _last_words(self) -> list[str]:
+        return words_of(self.commands[-1]) if self.commands else []
+
+    @cached_property
+    def _default_choices(self) -> dict[str, str]:
+        from rlpost.config.schema import default_choices
+
+        return {} if self.command is None else default_choices(self.command)
+
+    @cached_property
+    def _end(self) -> tuple[RunState, str]:
+        """The state, and the error of a failed run."""
+        if is_running(self.folder):
+            return RunState.running, ""
+        verdicts = _VERDICT.findall(_end_of(self.folder / "log.txt"))
+        word, rest = verdicts[-1] if verdicts else ("", "")
+        if word == FAILED:
+            interrupted = rest.strip().startswith("KeyboardInterrupt")
+            return (RunState.stopped, "") if interrupted else (RunState.failed, rest.strip())
+        if word == STOPPED:
+            return RunState.stopped, ""
+        if word == FINISHED:
+            return RunState.finished, ""
+        if word == BEGAN:
+            return RunState.killed, ""
+        every_step = self.total_steps is not None and self.steps_done >= self.total_steps
+        return RunState.finished if every_step else RunState.unknown, ""
 
 
 def read_run(folder: Path) -> RunRecord:
     """The record of a run folder."""
-    metrics, damaged = read_metrics(folder / "metrics.jsonl")
-    config, environment = (_mapping(folder / name) for name in ("config.yaml", "environment.json"))
-    total = _total_steps(config, environment)
-    done = max((row["step"] for row in metrics), default=0)
-    state, error = _state(folder, finished=total is not None and done >= total)
-    return RunRecord(
-        folder=folder,
-        state=state,
-        error=error,
-        metrics=metrics,
-        damaged_lines=damaged,
-        commands=_text(folder / "command.txt").splitlines(),
-        overrides=_text(folder / "overrides.txt").splitlines(),
-        config=config,
-        environment=environment,
-        updated=_last_write(folder),
-    )
+    return RunRecord(folder)
 
 
 def command_of(folder: Path) -> Command[Any] | None:
     """The command of a run's last attempt; None if command.txt does not name one."""
-    return _command(_text(folder / "command.txt").splitlines())
+    return read_run(folder).command
 
 
 def playable(run: Path) -> Path | None:
@@ -197,8 +354,8 @@ def playable(run: Path) -> Path | None:
 
     None where learning from pairs began from no run.
     """
-    while (its := command_of(run)) is not None and getattr(its.settings, "learns_from_pairs", False):
-        earlier = paths.run_of_model(str(read_run(run).part("model").get("path", "")))
+    while (its := read_run(run)).command is not None and getattr(its.command.settings, "learns_from_pairs", False):
+        earlier = paths.run_of_model(str(its.part("model").get("path", "")))
         if earlier is None:
             return None
         run = earlier
@@ -225,20 +382,11 @@ def evaluation_words(record: RunRecord) -> list[str] | None:
         return None
     its = record if played == record.folder else read_run(played)
     env = its.part("env")
-    if env.get("reward", True) in ([], None) and "factory" not in env and verb_of(played) != "train sft":
+    if env.get("reward", True) in ([], None) and "factory" not in env and its.verb != "train sft":
         return None
     words = [word for word in code_of(its.overrides) if word.startswith(("env.", "tools.", "plugin="))]
     has_test = its.part("eval").get("enabled") is not False or env.get("held_out", 1.0)
     return words if has_test else [*words, "env.split=train"]
-
-
-def verb_of(folder: Path) -> str | None:
-    """The verb that a run's last attempt was of, a plugin's too; None where command.txt does not say."""
-    attempts = _text(folder / "command.txt").splitlines()
-    if (command := _command(attempts)) is not None:
-        return command.verb
-    words = words_of(attempts[-1]) if attempts else []
-    return " ".join(words[1:3]) if words[1:2] == ["train"] and NAME.fullmatch("".join(words[2:3])) else None
 
 
 def is_running(folder: Path) -> bool:
@@ -273,7 +421,7 @@ def find_run(name: str | None) -> Path:
             raise ConfigError("there is no run in runs/ yet: begin one with rlpost train grpo, or give a run's path")
         return found[0]
     path = expanded(name)
-    for candidate in _places(name):
+    for candidate in places(name):
         if paths.is_run_folder(candidate):
             return candidate
     if sweep := find_sweep(name):
@@ -289,7 +437,7 @@ def find_run(name: str | None) -> Path:
 
 def find_sweep(name: str) -> Path | None:
     """The folder of the sweep of this name or path; None if there is none."""
-    return next((folder for folder in _places(name) if (folder / paths.SWEEP_FILE).is_file()), None)
+    return next((folder for folder in places(name) if (folder / paths.SWEEP_FILE).is_file()), None)
 
 
 def runs_of(names: Sequence[str]) -> list[Path]:
@@ -304,22 +452,6 @@ def runs_of(names: Sequence[str]) -> list[Path]:
 # Reading a folder
 
 
-def _state(folder: Path, *, finished: bool) -> tuple[RunState, str]:
-    """The run's state, and its error if it failed; `finished`: every step is recorded."""
-    if is_running(folder):
-        return RunState.running, ""
-    verdicts = _VERDICT.findall(_end_of(folder / "log.txt"))
-    word, rest = verdicts[-1] if verdicts else ("", "")
-    if word == FAILED:
-        interrupted = rest.strip().startswith("KeyboardInterrupt")
-        return (RunState.stopped, "") if interrupted else (RunState.failed, rest.strip())
-    if word == STOPPED:
-        return RunState.stopped, ""
-    if word == FINISHED or (not word and finished):
-        return RunState.finished, ""
-    return (RunState.killed if word == BEGAN else RunState.unknown), ""
-
-
 def _end_of(file: Path) -> str:
     try:
         with file.open("rb") as stream:
@@ -327,16 +459,6 @@ def _end_of(file: Path) -> str:
             return stream.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def _total_steps(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
-    steps = environment.get(TOTAL_STEPS) or config.get("steps")
-    return steps if isinstance(steps, int) else None
-
-
-def _command(attempts: Sequence[str]) -> Command[Any] | None:
-    words = words_of(attempts[-1]) if attempts else []
-    return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
 
 
 def words_of(command: str) -> list[str]:
@@ -354,15 +476,21 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _mapping(file: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file; empty if there is none, or it is not whole."""
+def _json(file: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty if there is none, or it is not whole."""
+    try:
+        content = json.loads(_text(file))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; empty if there is none, or it is not whole."""
     import yaml
 
     try:
-        if file.suffix == ".json":
-            content = json.loads(_text(file))
-        else:
-            content = yaml.load(_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
+        content = yaml.load(_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
     except (ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -392,14 +520,14 @@ def _runs_below(folder: Path, levels: int = 2) -> Iterator[Path]:
 
 def _runs_of_sweep(sweep: Path) -> list[Path]:
     """The folders of a sweep's jobs that have begun, in the order of the jobs."""
-    jobs = (sweep / job["name"] for job in _mapping(sweep / paths.SWEEP_FILE).get("jobs", ()))
+    jobs = (sweep / job["name"] for job in _json(sweep / paths.SWEEP_FILE).get("jobs", ()))
     return [job for job in jobs if paths.is_run_folder(job)]
 
 
-def _places(name: str) -> tuple[Path, Path]:
-    """The folders that a name or path may stand for."""
+def places(name: str, root: Path = paths.RUNS) -> tuple[Path, Path]:
+    """The folders that a name in `root`, or a path, may stand for."""
     path = expanded(name)
-    return (path, paths.RUNS / path) if _is_path(name) else (paths.RUNS / path, path)
+    return (path, root / path) if _is_path(name) else (root / path, path)
 
 
 def _is_path(name: str) -> bool:

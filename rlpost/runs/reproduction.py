@@ -62,7 +62,7 @@ def what_differs(
     was: Mapping[str, Any], now: Mapping[str, Any], config_was: Mapping[str, Any], config_now: Mapping[str, Any]
 ) -> list[Difference]:
     """The differences between two runs by environment.json and config.yaml; what the first did not record is passed."""
-    before, after = _compared(was, config_was), _compared(now, config_now)
+    before, after = parts_of(was, config_was), parts_of(now, config_now)
     return [
         Difference(kind, name, value, after[kind].get(name))
         for kind, values in before.items()
@@ -71,7 +71,7 @@ def what_differs(
     ]
 
 
-def _compared(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def parts_of(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The values of a run that are compared, by the kind of a difference."""
     precision = _part(environment, PRECISION)
     return {

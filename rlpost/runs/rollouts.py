@@ -1,11 +1,9 @@
-"""Rollouts read back: every completion of a step, one in a search, an even spread; and exported."""
+"""Rollouts read back: every completion of a step, a search through many steps, an even spread."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import functools
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,22 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlpost.errors import DataError
-from rlpost.files import replaced
 from rlpost.runs.rollout_table import SCHEMA
-from rlpost.text import first_line, no_formula
+from rlpost.text import first_line
 
 LATER = ("prompt_messages", "part_weights", "restarts")  # columns that the files of older runs lack
-NEEDED = ("group", "sample", "prompt", "completion", "finish_reason", "mask")  # to show a completion
 TOKEN_COLUMNS = ("token_ids", "log_probs", "mask", "prompt_ids", "trainer_log_probs", "token_versions", "restarts")
+LIGHT = [name for name in SCHEMA.names if name not in TOKEN_COLUMNS]
 MAPS = frozenset({"reward_parts", "part_weights"})
 FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
-ROWS_AT_ONCE = 256  # held in memory by an export
-
-
-def rollout_steps(run: Path) -> list[int]:
-    """The steps whose completions are in a run folder, in order."""
-    names = [path.stem.removeprefix("step-") for path in (run / "rollouts").glob("step-*.parquet")]
-    return sorted(int(name) for name in names if name.isdecimal())
+ROWS_AT_ONCE = 256  # held in memory by a search
 
 
 def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
@@ -41,11 +32,11 @@ def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 
     Raises DataError if the file is damaged, not rlpost's or empty, or has a null in a column that a row needs.
     """
-    return list(_rows(run, [step], SCHEMA.names))
+    return read_table(_file(run, step))
 
 
 def read_table(file: Path) -> list[dict[str, Any]]:
-    """The completions in a table of rollouts, such as an exported one; see `read_rollouts`."""
+    """The completions in a table of rollouts; see `read_rollouts`."""
     return [row for batch in _pieces(file, SCHEMA.names) for row in _as_dicts(batch)]
 
 
@@ -57,8 +48,8 @@ def read_chosen(
     `choose` is given all of them without their lists of tokens, which are most of the file, but with `surprise`, the
     mean -log µ of the sampled tokens. Raises as `read_rollouts`.
     """
-    table = pa.Table.from_batches(list(_batches(run, [step], SCHEMA.names)))
-    light = list(_as_dicts(table.select(_columns(False))))
+    table = pa.Table.from_batches(list(_pieces(_file(run, step), SCHEMA.names)))
+    light = list(_as_dicts(table.select(LIGHT)))
     for row, surprise in zip(light, _surprises(table), strict=True):
         row["surprise"] = surprise
     places = list(choose(light))
@@ -82,6 +73,8 @@ class Wanted:
     text: str = ""  # in the prompt or in one of the replies, in any case
     rewards: tuple[float, float] | None = None  # least and greatest; a failed reward is in no range
     finish_reason: str | None = None
+    group: int | None = None
+    sample: int | None = None
 
 
 def search(run: Path, steps: Sequence[int], wanted: Wanted, limit: int) -> tuple[list[dict[str, Any]], dict[int, int]]:
@@ -93,7 +86,7 @@ def search(run: Path, steps: Sequence[int], wanted: Wanted, limit: int) -> tuple
     rows: list[dict[str, Any]] = []
     counts: dict[int, int] = {}
     for step in steps:
-        for batch in _batches(run, [step], [*_columns(False), "mask"]):
+        for batch in _pieces(_file(run, step), [*LIGHT, "mask"], "; leave the step out with --step"):
             found = batch.filter(_is_wanted(batch, wanted))
             if found.num_rows:
                 counts[step] = counts.get(step, 0) + found.num_rows
@@ -114,33 +107,7 @@ def spread_of(run: Path, step: int, count: int) -> list[dict[str, Any]]:
     return [rows[round(i * (len(rows) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def json_lines(run: Path, steps: Sequence[int], *, tokens: bool = True, ascii_only: bool = False) -> Iterator[str]:
-    """The completions of `steps` as one JSON object each; without `tokens` no lists of ids."""
-    for row in _rows(run, steps, _columns(tokens)):
-        line = json.dumps(row, ensure_ascii=ascii_only)
-        yield line.replace("\x7f", "\\u007f") if ascii_only else line  # ASCII's one control character that JSON keeps
-
-
-def export_rollouts(run: Path, steps: Sequence[int], file: Path, *, tokens: bool) -> int:
-    """Write the completions of `steps` to one .jsonl, .csv or .parquet file; returns their number.
-
-    They are read and written piece by piece; the file appears only when complete. Raises DataError if something
-    cannot be read, or the disk refuses a write.
-    """
-    try:
-        with replaced(file) as making:
-            EXPORTS[file.suffix](run, steps, making, tokens)
-    except OSError as error:
-        raise DataError(f"cannot write {file}: {error.strerror or error}; give another place for it") from error
-    return count_completions(run, steps)
-
-
 # Reading
-
-
-def _rows(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for batch in _batches(run, steps, columns):
-        yield from _as_dicts(batch)
 
 
 def _as_dicts(rows: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
@@ -182,18 +149,14 @@ def _is_wanted(batch: pa.RecordBatch, wanted: Wanted) -> pa.BooleanArray:
     if wanted.rewards is not None:
         least, most = wanted.rewards
         kept += [pc.greater_equal(batch["reward"], least), pc.less_equal(batch["reward"], most)]
-    if wanted.finish_reason is not None:
-        kept.append(pc.equal(batch["finish_reason"], wanted.finish_reason))
+    for name in ("finish_reason", "group", "sample"):
+        if (value := getattr(wanted, name)) is not None:
+            kept.append(pc.equal(batch[name], value))
     return functools.reduce(pc.and_, kept)
 
 
-def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Pieces of the steps' files, in order, under the types of `SCHEMA`."""
-    for step in steps:
-        yield from _pieces(_file(run, step), columns, "; leave the step out with --step")
-
-
 def _pieces(file: Path, columns: Sequence[str], advice: str = "") -> Iterator[pa.RecordBatch]:
+    """Pieces of a file, in order, under the types of `SCHEMA`; `advice` ends the message of one that is damaged."""
     schema = pa.schema([SCHEMA.field(name) for name in columns])
     try:
         with pq.ParquetFile(file) as parquet:
@@ -212,47 +175,6 @@ def _file(run: Path, step: int) -> Path:
     return run / "rollouts" / f"step-{step:06d}.parquet"
 
 
-def _columns(tokens: bool) -> list[str]:
-    return [name for name in SCHEMA.names if tokens or name not in TOKEN_COLUMNS]
-
-
 def _finite(value: float | None) -> float | None:
     """`value` if it is finite, otherwise None."""
     return value if value is not None and math.isfinite(value) else None
-
-
-# Exporting
-
-
-def _export_json_lines(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> None:
-    with file.open("w", encoding="utf-8") as stream:
-        for line in json_lines(run, steps, tokens=tokens):
-            stream.write(line + "\n")
-
-
-def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> None:
-    """A column `reward/PART` for each part of the reward; lists as JSON; no text is a spreadsheet's formula."""
-    parts = sorted({name for row in _rows(run, steps, ["reward_parts"]) for name in row["reward_parts"]})
-    columns = [name for name in _columns(tokens) if name not in MAPS]
-    with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream, lineterminator="\r\n")  # so that a cell with \r is quoted too
-        writer.writerow([*columns, *(f"reward/{part}" for part in parts)])
-        for row in _rows(run, steps, _columns(tokens)):
-            listed = (*TOKEN_COLUMNS, "turns")
-            values = [json.dumps(row[name]) if name in listed else no_formula(row[name]) for name in columns]
-            writer.writerow([*values, *(row["reward_parts"].get(part) for part in parts)])
-
-
-def _export_parquet(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> None:
-    names = _columns(tokens)
-    schema = pa.schema([SCHEMA.field(name) for name in names])
-    with pq.ParquetWriter(file, schema) as writer:
-        for batch in _batches(run, steps, names):
-            writer.write_batch(batch)
-
-
-EXPORTS: dict[str, Callable[[Path, Sequence[int], Path, bool], None]] = {
-    ".jsonl": _export_json_lines,
-    ".csv": _export_csv,
-    ".parquet": _export_parquet,
-}

@@ -117,7 +117,7 @@ class OnAlarm(Enum):
 
 @dataclass
 class DiagnosisSettings(Settings, group="diagnosis"):
-    """Looks for dead reward, length hacking, collapse and others after each step, as `rlpost runs diagnose` does."""
+    """Looks for dead reward, length hacking, collapse and others after each step, as `rlpost runs show` does."""
 
     on_alarm: OnAlarm = OnAlarm.warn  # what to do when a symptom first shows
 

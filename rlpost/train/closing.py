@@ -16,15 +16,6 @@ from rlpost.settings.commands import RunRequest, says_where
 from rlpost.text import counted
 from rlpost.train.progress import Closing, Progress, decisive
 
-MEASURES = {
-    record.LOSS: "loss per token",
-    record.ACCURACY: "accuracy",
-    record.STRICT: "accuracy, strict",
-    record.REWARD: "reward",
-    record.PAIR_ACCURACY: "pair accuracy",
-    record.MARGIN: "reward margin",
-}
-
 
 def stopped_line(request: RunRequest) -> str:
     """After which step a signal has ended the run, and the command that goes on from there."""
@@ -43,24 +34,18 @@ def before_and_after(progress: Progress) -> list[str]:
 
     Strict accuracy and reward are given only if they differ from the accuracy.
     """
-    both = progress.eval_before, progress.eval_after
-    if None in both:
+    if progress.eval_before is None or progress.eval_after is None:
         return []
-    found = {key: [record.interval(metrics or {}, key) for metrics in both] for key in MEASURES}
-    shown = record.worth_showing({key: [f and f.value for f in figures] for key, figures in found.items()})
-    rows = {key: figures for key in shown if None not in (figures := found[key])}
-    counts = [
-        figure.prompts for key, figures in rows.items() if key not in record.OF_ROWS for figure in figures if figure
-    ]
+    found = [each for each in record.held_out(progress.eval_before, progress.eval_after) if each.before and each.after]
+    counts = [each.after.prompts for each in found if each.after and each.key not in record.OF_ROWS]
     count = counts[-1] if counts else None
-    on = "" if count is None else f" on {counted(count, 'held-out prompt')}"
-    lines = ["", f"before and after training{on or ', held out'}, 95% intervals"]
-    for key, figures in rows.items():
-        unit = "row" if key in record.OF_ROWS else "prompt"
-        texts = [figure.as_text(unit, shown=count) for figure in figures if figure]
-        name = "loss per pair" if key == record.LOSS and record.MARGIN in rows else MEASURES[key]
-        lines.append(f"  {name:<18}{'  ->  '.join(texts)}")
-    if record.STRICT in rows:
+    on = ", held out" if count is None else f" on {counted(count, 'held-out prompt')}"
+    lines = ["", f"before and after training{on}, 95% intervals"]
+    for each in found:
+        unit = "row" if each.key in record.OF_ROWS else "prompt"
+        texts = [figure.as_text(unit, shown=count) for figure in (each.before, each.after) if figure]
+        lines.append(f"  {each.name:<18}{'  ->  '.join(texts)}")
+    if any(each.key == record.STRICT for each in found):
         lines.append(f"  {record.MEANS_STRICT}")
     return lines
 

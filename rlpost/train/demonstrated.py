@@ -12,6 +12,7 @@ from rlpost.data.encoding import Encoder, encode_all
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
 from rlpost.evaluation.play import Evaluation
+from rlpost.evaluation.saved import figures_in, metrics_of
 from rlpost.evaluation.statistics import ratio_interval
 from rlpost.model.load import load_model
 from rlpost.model.locate import locate_model
@@ -19,7 +20,7 @@ from rlpost.model.precision import this_device
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.weights import device_of
 from rlpost.output import output_aside
-from rlpost.record import LOSS, Fact, interval
+from rlpost.record import Fact
 from rlpost.settings import EvalSettings
 from rlpost.text import counted
 from rlpost.train.facts import precision_fact
@@ -42,7 +43,7 @@ class LossResult:
 
     def lines(self) -> list[str]:
         """A small table for people."""
-        figure = interval(metrics_of(self), LOSS)
+        figure = figures_in(metrics_of(asdict(self)))["loss"]
         bad = f", {self.bad_rows} bad ones left out" if self.bad_rows else ""
         return [
             f"{counted(self.num_prompts, 'demonstration')}, 95% interval{bad}",
@@ -53,12 +54,6 @@ class LossResult:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
-
-
-def metrics_of(result: LossResult) -> dict[str, float]:
-    """The loss under the names of metrics.jsonl."""
-    found = {LOSS: result.loss, f"{LOSS}_low": result.loss_low, f"{LOSS}_high": result.loss_high}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def evaluate_demonstrations(

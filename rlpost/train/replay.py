@@ -1,4 +1,4 @@
-"""The first update of a recorded step once more, as it was and as other settings would have made it.
+"""The first update of a recorded step of a training that samples, as it was and as other settings would have made it.
 
 The weights come from the checkpoint of the step before, the completions from the run's rollouts, and everything else
 from the training's own loop, which goes through that one step. Nothing is sampled, and nothing is written.
@@ -6,24 +6,21 @@ from the training's own loop, which goes through that one step. Nothing is sampl
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from rlpost.config.paths import checkpoints, step_of
+from rlpost.config.paths import step_of
 from rlpost.config.schema import flat
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
-from rlpost.data.demonstrations import Encoded
-from rlpost.envs.build import build_env
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError
 from rlpost.model.device import compute_deterministically
 from rlpost.model.packing import Row, pack
 from rlpost.model.precision import this_device
@@ -31,50 +28,26 @@ from rlpost.model.trainable import Trainable, load_trainable, starting_tokenizer
 from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import LENGTH_PART, PART
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.objectives.preference import PreferenceObjective
 from rlpost.objectives.supervised import SFTObjective
-from rlpost.record import PRECISION, read_metrics
+from rlpost.record import PRECISION
 from rlpost.runs.checkpoint import verify
-from rlpost.runs.reader import read_run
-from rlpost.runs.rollouts import read_rollouts, rollout_steps
-from rlpost.settings import Autocast, DPOSettings, ExpertIterationSettings, GRPOSettings, SamplerCorrection, SFTSettings
-from rlpost.train import dpo, expert_iteration, grpo, sft
+from rlpost.runs.reader import RunRecord
+from rlpost.settings import Autocast, ExpertIterationSettings, GRPOSettings, SamplerCorrection
+from rlpost.train import expert_iteration, grpo
 from rlpost.train.assemble import policy_objective
 from rlpost.train.progress import CORRECTION_METRICS, Progress
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve
-from rlpost.train.rows import Kind, read_samples, samples_from
 from rlpost.train.step import Pushes, Step
 from rlpost.train.update import Learner, Microbatches, Update, gradient_of, of_each_row
 
 EXACT, ROUNDED = 1e-6, 1e-3  # how far a loss may be from the recorded one, without autocast and with
 MOST_TOKENS = 10  # that are listed
 ONE_MICROBATCH = 1 << 62  # more tokens than any minibatch has
-Replayable = GRPOSettings | ExpertIterationSettings | SFTSettings | DPOSettings
-# how the names of an update's figures begin, among the metrics of its step: of any, and of pairs
+Replayable = GRPOSettings | ExpertIterationSettings
+# how the names of an update's figures begin, among the metrics of its step
 FIGURES = ("loss/", "ratio/", "ess", "kl/", "sampler/", "entropy", "grad_norm", "tokens/trained")
-OF_PAIRS = ("rewards/", "reward_margin", "pair_accuracy")
 Completion = dict[str, Any]  # under the names of rlpost.runs.rollouts.SCHEMA
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A loop that can go through a recorded step; `rows` is the kind of its data, None where it samples its own."""
-
-    learn: Callable[[Any, Any], None]
-    objective: Callable[[Any], Any]  # its loss, of the settings
-    rows: Kind[Any] | None = None
-    names: Sequence[str] = ("",)  # behind the place of a sample, for each of its rows
-
-
-LOOPS = {
-    GRPOSettings: Loop(grpo.learn, lambda settings: policy_objective(settings.loss, settings.sampling, settings.env)),
-    ExpertIterationSettings: Loop(expert_iteration.learn, lambda settings: SFTObjective(settings.loss)),
-    SFTSettings: Loop(sft.learn, lambda settings: SFTObjective(settings.loss), sft.SAMPLES),
-    DPOSettings: Loop(
-        dpo.learn, lambda settings: PreferenceObjective(settings.loss), dpo.PAIRS, (", chosen", ", rejected")
-    ),
-}
 
 
 @dataclass
@@ -96,7 +69,7 @@ class Computed:
 class MovedToken:
     """A token whose weight in the gradient differs between two settings."""
 
-    completion: str  # "group 3, sample 1", or the sample's place in the data
+    completion: str  # "group 3, sample 1"
     place: int  # in the completion, from 0
     text: str
     probability: float
@@ -136,70 +109,61 @@ class Replay:
         )
 
 
-def replayable_steps(run: Path, *, sampled: bool) -> list[int]:
-    """The recorded steps before which the weights are kept, and whose completions are, if they were `sampled`."""
-    rows, _ = read_metrics(run / "metrics.jsonl")
-    recorded = {row["step"] for row in rows}
-    kept = {1, *(step_of(each) + 1 for each in checkpoints(run / "checkpoints"))} & recorded
-    return sorted(kept & set(rollout_steps(run)) if sampled else kept)
+def check_step(record: RunRecord, step: int | None) -> int:
+    """`step`, or the last replayable one. Raises ConfigError for any other, and names the replayable ones.
 
-
-def check_step(run: Path, step: int | None, *, sampled: bool) -> int:
-    """`step`, or the last replayable one. Raises ConfigError for any other, and names the replayable ones."""
-    steps = replayable_steps(run, sampled=sampled)
-    if step is None and steps:
+    A step is replayable while the weights before it and its completions are kept.
+    """
+    recorded = {row["step"] for row in record.metrics}
+    kept = {1, *(step_of(each) + 1 for each in record.checkpoints)} & recorded
+    steps = sorted(kept & set(record.rollout_steps))
+    if not steps:
+        raise ConfigError(
+            f"no step of {record.folder} can be replayed: it has none whose weights and completions are kept"
+        )
+    if step is None:
         return steps[-1]
     if step in steps:
         return step
-    if not steps:
-        raise ConfigError(f"no step of {run} can be replayed: it has none whose weights and completions are kept")
+    run = record.folder
     shown = ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-3:]]))
-    near = min(steps, key=lambda each: abs(each - (step or 0)))
-    lost = sampled and step not in rollout_steps(run)
-    why = "its completions are not kept" if lost else f"no checkpoint of step {(step or 0) - 1} is kept"
+    near = min(steps, key=lambda each: abs(each - step))
+    lost = step not in record.rollout_steps
+    why = "its completions are not kept" if lost else f"no checkpoint of step {step - 1} is kept"
     raise ConfigError(
         f"step {step} cannot be replayed: {why}; these can be: {shown}; rlpost runs replay {run} --step {near}"
     )
 
 
 def replay(
-    run: Path,
+    record: RunRecord,
     step: int,
     settings: Replayable,
     other: Replayable | None = None,
     *,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> Replay:
-    """Replay `step` of `run` as its `settings` made it, and as `other` settings would have; writes nothing.
+    """Replay `step` of a run as its `settings` made it, and as `other` settings would have; writes nothing.
 
     The two may differ in the loss, the advantage, in which rows count and in the precision; whatever else they say is
     that of `settings`. Raises DataError for rollouts that cannot be read, CheckpointError for a damaged checkpoint.
     """
-    recorded = next(row for row in read_metrics(run / "metrics.jsonl")[0] if row["step"] == step)
-    checkpoint = next((each for each in checkpoints(run / "checkpoints") if step_of(each) == step - 1), None)
+    recorded = next(row for row in record.metrics if row["step"] == step)
+    checkpoint = next((each for each in record.checkpoints if step_of(each) == step - 1), None)
     if checkpoint is not None:
         verify(checkpoint)
     compute_deterministically(settings.deterministic)
     torch.manual_seed(settings.seed)
-    record, device = read_run(run), this_device(settings.model.device)
+    device = this_device(settings.model.device)
     kept = {**flat(record.config), **(record.environment.get(PRECISION) or {})}
     given_both = [each for each in (settings, other) if each is not None]
     both = [resolve(each, device, None, kept)[0] for each in given_both]
-    tokenizer, _ = starting_tokenizer(settings.model, settings.lora.path, checkpoint)
     leaves_open = [getattr(each.loss, "sampler_correction", "") is None for each in given_both]
-    trials = [
-        Trial(LOOPS[type(each)], each, recorded, is_open) for each, is_open in zip(both, leaves_open, strict=True)
-    ]
-    table: list[Completion] = []
-    loop = trials[0].loop
-    if loop.rows is None:
-        table = read_rollouts(run, step)
-        given, names = trials[0].batch(table), [f"group {row['group']}, sample {row['sample']}" for row in table]
-    else:
-        tell("reading the data")
-        given = trials[0].samples(run, step, tokenizer)
-        names = [each.where + name for each in given for name in loop.names]
+    trials = [Trial(each, recorded, is_open) for each, is_open in zip(both, leaves_open, strict=True)]
+    table = record.rollouts(step)
+    given = trials[0].batch(table)
     tell("loading the model")
+    tokenizer, _ = starting_tokenizer(settings.model, settings.lora.path, checkpoint)
     trainable = load_trainable(both[0], checkpoint, with_reference=any(each.needs_reference for each in both))
     computed = []
     for trial in trials:
@@ -220,6 +184,7 @@ def replay(
         other=becomes,
     )
     if becomes is not None:
+        names = [f"group {row['group']}, sample {row['sample']}" for row in table]
         replayed.cosine, replayed.norm_ratio = _compared(was.gradient, becomes.gradient)
         replayed.tokens = _moved(was, becomes, names, tokenizer)
     return replayed
@@ -280,49 +245,31 @@ class ReplayedStep(Step):
 class Trial:
     """The first update of a `recorded` step, made by the loop of `settings`."""
 
-    loop: Loop
     settings: Replayable
     recorded: Mapping[str, Any]
     may_be_corrected: bool  # whether the gate may have switched on a correction for the sampler
 
-    def samples(self, run: Path, step: int, tokenizer: Any) -> list[Encoded]:
-        """The samples, or pairs, of a step of a training on rows, by its place in the order of the data."""
-        settings: Any = self.settings
-        kind = self.loop.rows
-        assert kind is not None
-        env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-        encoder = kind.encoder(tokenizer, settings.max_tokens)
-        samples, _, _ = read_samples(env, kind.shown_of(env), settings.env, encoder, settings.max_bad_share)
-        epochs = {row["step"]: row["epoch"] for row in read_metrics(run / "metrics.jsonl")[0] if "epoch" in row}
-        usual = (step - 1) * settings.minibatch_size / samples.count()  # of the first step, and where a line is lost
-        first, last = (round(each * samples.count()) for each in (epochs.get(step - 1, usual), epochs[step]))
-        found = list(itertools.islice(samples_from(samples, 0, lambda note: None), first, last))
-        if not found:
-            raise DataError(f"{settings.env} has other rows than the run began with: replay it with its own data")
-        return found
-
     def batch(self, table: Sequence[Completion]) -> TensorDict:
-        """The completions of a step of a training that samples; see `batch_of`."""
-        if self.loop.learn is not grpo.learn:
+        """The completions of the step; see `batch_of`."""
+        if not isinstance(self.settings, GRPOSettings):
             return batch_of(table)
-        overlong = cast(GRPOSettings, self.settings).overlong
+        overlong = self.settings.overlong
         are_on = {PART: overlong.penalty_tokens, LENGTH_PART: overlong.length_penalty}
         return batch_of(table, [name for name, is_on in are_on.items() if is_on])
 
     def objective(self) -> Any:
         """The loss, corrected for the sampler if the gate had switched that on by then."""
-        objective = self.loop.objective(self.settings)
-        if isinstance(objective, PolicyObjective) and objective.sampler_correction == "none":
-            was_corrected = any(name in self.recorded for name in CORRECTION_METRICS.values())
-            if was_corrected and self.may_be_corrected:
-                objective.sampler_correction = SamplerCorrection.tis_token.name
+        settings = self.settings
+        if not isinstance(settings, GRPOSettings):
+            return SFTObjective(settings.loss)
+        objective = policy_objective(settings.loss, settings.sampling, settings.env)
+        was_corrected = any(name in self.recorded for name in CORRECTION_METRICS.values())
+        if objective.sampler_correction == "none" and was_corrected and self.may_be_corrected:
+            objective.sampler_correction = SamplerCorrection.tis_token.name
         return objective
 
-    def first_update(self, trainable: Trainable, given: Any) -> Computed:
-        """The update; its gradient stays in the parameters.
-
-        `given` is the batch of a loop that samples, or the samples of a loop on rows. Both get the parts they read.
-        """
+    def first_update(self, trainable: Trainable, given: TensorDict) -> Computed:
+        """The update that the completions `given` lead to; its gradient stays in the parameters."""
         settings, recorded, objective = self.settings, self.recorded, self.objective()
         model, optimizer = trainable.model, trainable.optimizer
         microbatches = Microbatches(settings.microbatch_tokens, device_of(model), settings.model.autocast)
@@ -339,12 +286,11 @@ class Trial:
         parts.env = SimpleNamespace(weighed=None)
         parts.policy = SimpleNamespace(version=None, max_model_len=None, rest=lambda: None)
         parts.policy.sampling = objective  # which has the temperature
-        parts.stream, parts.take = lambda note: given, lambda stream: stream
-        parts.reading = lambda rows: {}
-        self.loop.learn(run, parts)
+        loop = grpo if isinstance(settings, GRPOSettings) else expert_iteration
+        loop.learn(run, parts)
         step.metrics |= step.gradient()
         outputs = [output for update in step.updates for output in update.outputs]
-        figures = {name: value for name, value in step.metrics.items() if name.startswith(FIGURES + OF_PAIRS)}
+        figures = {name: value for name, value in step.metrics.items() if name.startswith(FIGURES)}
         if len([name for name in figures if name.startswith("loss/")]) > 1:
             figures = {"loss": sum(output.loss.item() for output in outputs), **figures}
         weights = _token_weights(objective, step, outputs)
@@ -374,7 +320,7 @@ def _apart(was: Computed, table: Sequence[Completion]) -> float | None:
     """The most by which a token's log-prob, as the update read it, differs from the one recorded then."""
     found = [
         (row.trainer_log_probs - torch.tensor(kept["trainer_log_probs"])).abs().max().item()
-        for row, kept in zip(was.rows, table, strict=False)  # a training on rows records none
+        for row, kept in zip(was.rows, table, strict=True)
         if row.trainer_log_probs is not None and kept["trainer_log_probs"]
     ]
     return max(found, default=None)

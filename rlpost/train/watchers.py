@@ -330,7 +330,7 @@ class Symptoms(Watcher):
         settings, metrics = self.run.settings, step.metrics
         if "completion/truncated" not in metrics:  # the step sampled nothing
             return f"no token's loss moves a weight; {settings.look}"
-        look = f"read some with rlpost rollouts show {shlex.quote(str(self.run.folder.path))}"
+        look = f"read some with rlpost runs rollouts {shlex.quote(str(self.run.folder.path))}"
         if settings.learns_from_rewards and metrics["completion/truncated"] == 1:
             limit = settings.env.max_completion_tokens
             return f"every completion is cut at env.max_completion_tokens={limit}; raise it"

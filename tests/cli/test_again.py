@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.catalog import TRAIN_DPO, TRAIN_GRPO
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.runs.reader import read_run
 from tests.command_line import CommandLine
 from tests.run_folders import make_run, step_row
@@ -105,17 +105,6 @@ def test_a_replay_needs_no_reward(rlpost: CommandLine) -> None:
     told = rlpost.json("runs replay own loss=cispo")
     assert told["agrees"]
     shutil.rmtree("runs/own")
-
-
-def test_a_step_of_dpo_is_replayed_beside_another_loss(rlpost: CommandLine) -> None:
-    rows = [{"prompt": f"Say {n}.", "chosen": "yes", "rejected": "no" * (n % 3 + 1)} for n in range(9)]
-    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [*WORDS[:2], "model.autocast=none", "env.path=pairs.jsonl", "minibatch_size=4", "steps=1"]
-    assert train_in(TRAIN_DPO, Path("runs/pairs"), [*words, "eval.enabled=false", "report.enabled=false"]) == 0
-    replayed = rlpost.json("runs replay pairs loss=ipo")
-    assert (replayed["agrees"], replayed["losses"].keys()) == (True, {"loss/dpo"})
-    assert replayed["with"]["pair_accuracy"] == 0.5  # the model is its own reference
-    assert re.fullmatch(r"pairs\.jsonl, row \d, (chosen|rejected)", replayed["tokens"][0]["completion"])
 
 
 def test_a_deterministic_run_is_done_again_bit_for_bit(rlpost: CommandLine) -> None:

@@ -1,4 +1,4 @@
-"""`rlpost runs compare` and `rlpost runs plot`: several runs beside each other."""
+"""`rlpost runs compare`: several runs beside each other, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from rlpost import imports
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.compose import compose
 from tests.command_line import CommandLine
 from tests.evaluation_folders import keep_held_out
 from tests.run_folders import evaluation, make_run, step_row
@@ -114,15 +116,54 @@ def test_compare_as_json(two: list[Path], rlpost: CommandLine) -> None:
     ]
     assert told["runs"][0]["curves"] == {"grad_norm": [[1, 1.5], [2, 1.5], [3, 1.5]]}
     assert told["settings"] == {"optim.lr": ["1e-05", "2e-05"]}
+    assert told["settings_of_some"] == {"seed": ["-", "1"]}
     [test] = told["tests"]
     assert (test["a"], test["b"], test["prompts"]) == ("A", "B", 2)
+
+
+def test_settings_of_two_verbs_mark_what_one_lacks(rlpost: CommandLine) -> None:
+    found = rlpost.json("runs compare 'train grpo env=gsm8k' 'eval env=gsm8k'")
+    assert found["settings"]["steps"] == {"a": 60}
+    assert found["settings"]["env.split"] == {"a": "train", "b": "test"}
+    assert "env" not in found["settings"]
+
+
+def test_settings_of_a_group_stand_together(rlpost: CommandLine) -> None:
+    keys = [line.split()[0] for line in rlpost("runs compare '' env=gsm8k").splitlines()[1:]]
+    assert keys[0] == "env"
+    assert all(key.startswith("env.") for key in keys[1:])
+    assert rlpost("runs compare '' 'env=gsm8k steps=3'").splitlines()[-1].split() == ["steps", "60", "3"]
+
+
+def test_two_runs_without_figures_differ_in_settings_and_versions(rlpost: CommandLine) -> None:
+    for name, lr, torch in (("a", "1e-6", "2.12"), ("b", "1e-5", "2.13")):
+        composed = compose(TRAIN_GRPO, ["env=gsm8k", f"optim.lr={lr}"])
+        folder = make_run(Path("runs", name), overrides=composed.overrides)
+        (folder / "config.yaml").write_text(composed.yaml)
+        (folder / "environment.json").write_text(json.dumps({"packages": {"torch": torch}, "seed": len(lr)}))
+    lines = rlpost("runs compare runs/a b").splitlines()
+    assert "optim.lr  A=1e-06  B=1e-05" in lines
+    assert lines[-1] == "version torch  A=2.12  B=2.13"
+    found = rlpost.json("runs compare runs/a gsm8k-smollm2-cpu")
+    assert found["environment"] == {}
+    assert found["settings"]["steps"] == {"a": 60, "b": 20}
+
+
+def test_comparing_runs_nothing_that_a_run_names(rlpost: CommandLine, here: Path) -> None:
+    Path("code.py").write_text("raise SystemExit('this ran')\n")
+    for name, env in (("a", "largest"), ("b", "gsm8k")):
+        words = [f"plugin={here}/code.py", f"env={env}", "env.numbers=3", "model=tiny"]
+        make_run(Path("runs", name), overrides=words)
+    assert "env  A=largest  B=gsm8k" in rlpost("runs compare a b").splitlines()
 
 
 MISTAKES = """
     runs compare first
     runs compare first secnd
     runs compare first second --key reward
-    runs plot first -o curve.jpg
+    runs compare first --plot curve.jpg
+    runs compare gsm8k-smollm-cpu ''
+    runs compare . ''
 """
 
 
@@ -132,10 +173,10 @@ def test_mistakes_are_one_line_and_exit_2(rlpost: CommandLine, says: Says) -> No
 
 def test_a_picture_has_curves_labels_and_a_legend(rlpost: CommandLine) -> None:
     make("$x_1$", [0.0, 0.9, 0.3], lr=1e-5)
-    rlpost("runs plot first $x_1$ -o curves.svg --smooth 3")
+    rlpost("runs compare first $x_1$ --plot curves.svg --smooth 3")
     picture = Path("curves.svg").read_text()
     texts = re.findall(r">([^<>]+)</text>", picture)
-    assert {"reward", "held-out accuracy (%)", "step", "first", "$x_1$"} <= {*texts}
+    assert {"reward of the step's completions", "held-out accuracy (%)", "step", "first", "$x_1$"} <= {*texts}
     # the second run's reward, each value the mean of its neighbours: 0.45, 0.4, 0.6
     paths = re.findall(r'<path d="([^"]+)"[^>]*stroke-dasharray[^>]*stroke: #d55e00', picture)
     heights = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", paths[0])]
@@ -181,7 +222,7 @@ def test_a_sweep_stands_for_its_runs_beside_other_runs(sweep: Path, rlpost: Comm
 
 
 def test_a_picture_draws_the_seeds_of_a_setting_alike(sweep: Path, rlpost: CommandLine) -> None:
-    rlpost("runs plot first lrs -o curves.svg")
+    rlpost("runs compare first lrs --plot curves.svg")
     picture = Path("curves.svg").read_text()
     assert {"first", "optim.lr=1e-5", "optim.lr=2e-5"} <= {*re.findall(r">([^<>]+)</text>", picture)}
     assert {*re.findall(r"stroke: (#\w{6})", picture)} >= {"#0072b2", "#d55e00", "#009e73"}
@@ -190,6 +231,6 @@ def test_a_picture_draws_the_seeds_of_a_setting_alike(sweep: Path, rlpost: Comma
 
 def test_a_picture_without_matplotlib_names_the_extra(rlpost: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "is_installed", lambda package: False)
-    rlpost("runs plot first -o curve.pdf", 3)
+    rlpost("runs compare first --plot curve.pdf", 3)
     assert "rlpost[plot]" in rlpost.err
     assert not Path("curve.pdf").exists()

@@ -1,9 +1,8 @@
-"""`rlpost config list, show, explain, diff, init`: what they print, and as JSON."""
+"""`rlpost config list, show, explain, init`: what they print, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from rlpost.config.compose import compose, merge_all
 from rlpost.config.explain import value_of
 from rlpost.config.schema import all_keys, options, read_yaml, recipes
 from tests.command_line import CommandLine
-from tests.run_folders import make_run
 from tests.says import Says
 from tests.settings_read import settings_classes
 
@@ -119,54 +117,10 @@ def test_list_and_show_as_json(rlpost: CommandLine) -> None:
     assert shown["settings"]["sampling"]["top_p"] == 1.0
 
 
-def test_diff_of_recipes_of_two_verbs_marks_what_one_lacks(rlpost: CommandLine) -> None:
-    found = rlpost.json("config diff 'train grpo env=gsm8k' 'eval env=gsm8k'")
-    assert found["settings"]["steps"] == {"a": 60}
-    assert found["settings"]["env.split"] == {"a": "train", "b": "test"}
-    assert "env" not in found["settings"]
-
-
-def test_diff_keeps_the_keys_of_a_group_together(rlpost: CommandLine) -> None:
-    keys = [line.split()[0] for line in rlpost("config diff '' env=gsm8k").splitlines()[1:]]
-    assert keys[0] == "env"
-    assert all(key.startswith("env.") for key in keys[1:])
-    assert rlpost("config diff '' 'env=gsm8k steps=3'").splitlines()[-1].split() == ["steps", "60", "3"]
-
-
-def test_diff_says_by_its_exit_code_whether_anything_differs_if_asked(rlpost: CommandLine) -> None:
-    rlpost("config diff steps=60 '' --exit-code")
-    rlpost("config diff steps=61 '' --exit-code", 1)
-    rlpost("config diff model.autocast=bfloat16 '' --exit-code", 1)  # though an older run may have left it open
-
-
-def test_diff_of_runs_shows_versions_too(rlpost: CommandLine) -> None:
-    for name, lr, torch in (("a", "1e-6", "2.12"), ("b", "1e-5", "2.13")):
-        composed = compose(TRAIN_GRPO, ["env=gsm8k", f"optim.lr={lr}"])
-        folder = make_run(Path("runs", name), overrides=composed.overrides)
-        (folder / "config.yaml").write_text(composed.yaml)
-        (folder / "environment.json").write_text(json.dumps({"packages": {"torch": torch}, "seed": len(lr)}))
-    lines = [line.split() for line in rlpost("config diff runs/a b").splitlines()]
-    assert lines[:2] == [["runs/a", "runs/b"], ["optim.lr", "1e-06", "1e-05"]]
-    assert lines[-1] == ["packages.torch", "2.12", "2.13"]
-    found = rlpost.json("config diff runs/a gsm8k-smollm2-cpu")
-    assert found["environment"] == {}
-    assert found["settings"]["steps"] == {"a": 60, "b": 20}
-
-
-def test_diff_runs_nothing_that_a_run_names(rlpost: CommandLine, here: Path) -> None:
-    Path("code.py").write_text("raise SystemExit('this ran')\n")
-    for name, env in (("a", "largest"), ("b", "gsm8k")):
-        words = [f"plugin={here}/code.py", f"env={env}", "env.numbers=3", "model=tiny"]
-        make_run(Path("runs", name), overrides=words)
-    assert rlpost("config diff a b").split() == ["runs/a", "runs/b", "env", "largest", "gsm8k"]
-
-
 REFUSED = """
     config explain optm.lr
     config explain evn
     config explain optim.lr eval
-    config diff gsm8k-smollm-cpu ''
-    config diff . ''
     config init taken.yaml
     config init x.yaml group_size=1
 """

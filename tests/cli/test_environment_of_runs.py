@@ -139,5 +139,5 @@ def test_code_of_a_run_is_asked_for_with_the_whole_command(tmp_path):
 
 
 def test_a_mistyped_run_is_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"env=runs/nine.*runs/mine"):
+    with pytest.raises(ConfigError, match=r"runs/nine.*runs/mine"):
         environment_of_runs(TRAIN_GRPO, ["env=runs/nine"], [])

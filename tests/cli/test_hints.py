@@ -66,7 +66,7 @@ HINTS = {
         train grpo env=dataset env.path=rows.jsonl env.reward={LONG}.py:score
         train grpo --out {LONG}
         eval eval.limit=50
-        eval list2
+        eval show2
         eval sweep/lr-1
         eval compare {LONG} b
         config init {LONG}.yaml
@@ -97,7 +97,7 @@ def placed() -> None:
     Path("short.gguf").write_bytes(b"GGUF\x03\0\0\0")
     for name in ("notes.txt", "plan.yaml", "roww.py"):
         Path(name).touch()
-    for name in ("mine", "list2", "sweep/lr-1", "tuned"):
+    for name in ("mine", "show2", "sweep/lr-1", "tuned"):
         Path("runs", name, "checkpoints").mkdir(parents=True)
     Path("runs/tuned/command.txt").write_text("rlpost train sft --name tuned\n")
 

@@ -90,13 +90,11 @@ VISIBLE = {
         chat
         chat smollm2 --learning-rate 1
         chat x --top-p 3
-        rollouts show x --limit 0
-        rollouts show x --sort rewrd
-        rollouts export all.csv
+        runs rollouts x --limit 0
+        runs rollouts x --sort rewrd
         runs ls
-        runs tail lrs
-        runs tail x -n -1
-        config diff a
+        runs show lrs -f
+        runs show x -n -1
         config explain recipe
         config list modle
         config show evl

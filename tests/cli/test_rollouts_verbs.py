@@ -1,4 +1,4 @@
-"""`rlpost rollouts`: completions to read and to take away."""
+"""`rlpost runs rollouts`: completions to read and to search."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def run(here: Path, conversation: Callable[..., Conversation]) -> Path:
 
 @pytest.fixture
 def shown(rlpost: CommandLine) -> Shown:
-    """What a verb of rollouts prints."""
+    """The output of `rlpost runs rollouts`."""
 
     def show(words: str) -> str:
-        out = rlpost(f"rollouts {words}")
+        out = rlpost(f"runs rollouts {words}")
         assert "\x1b" not in out
         return out
 
@@ -66,11 +66,11 @@ def shown(rlpost: CommandLine) -> Shown:
 
 
 def order(out: str) -> list[str]:
-    return [line for line in out.splitlines() if line.startswith("group ")]
+    return [line for line in out.splitlines() if line.startswith("step 2, ")]
 
 
 def test_the_last_step_is_a_table_of_groups_with_the_best_and_the_worst(shown: Shown, says: Says) -> None:
-    out = shown("show a")
+    out = shown("a")
     lines = out.splitlines()
     assert [line.split()[:9] for line in lines[2:5]] == [
         ["group", "size", "reward", "spread", "least", "most", "right", "tokens", "cut"],
@@ -85,7 +85,7 @@ def test_the_last_step_is_a_table_of_groups_with_the_best_and_the_worst(shown: S
 
 
 def test_completions_are_chosen_and_sorted(shown: Shown) -> None:
-    named = {f"group {group}, sample {sample}": i for i, (group, sample, *_) in enumerate(SAMPLES)}
+    named = {f"step 2, group {group}, sample {sample}": i for i, (group, sample, *_) in enumerate(SAMPLES)}
     for words, expected in {
         "--group 5": [2, 3],
         "--sample 1": [1, 3],
@@ -98,26 +98,26 @@ def test_completions_are_chosen_and_sorted(shown: Shown) -> None:
         "--sort reward --limit 4": [0, 2, 1, 3],  # the best of each group first; without a reward: last
         "--worst --limit 4": [1, 2, 0, 3],
     }.items():
-        assert [named[line] for line in order(shown(f"show a {words}"))] == expected, words
+        assert [named[line] for line in order(shown(f"a {words}"))] == expected, words
 
 
 def test_a_line_says_that_the_best_of_each_group_come_first(shown: Shown, says: Says) -> None:
-    said = [shown(f"show a {words} --limit 4").splitlines()[0] for words in ("--sort reward", "--worst")]
+    said = [shown(f"a {words} --limit 4").splitlines()[0] for words in ("--sort reward", "--worst")]
     says("rollouts", "\n".join(said))
-    for words in ("--sort length", "--sort reward --group 4"):
-        assert not {*said} & {*shown(f"show a {words}").splitlines()}
+    assert "of each group" not in shown("a --sort length")
+    assert shown("a --group 9").endswith("0 found in step 2\n")
 
 
 def test_a_search_goes_through_all_steps_newest_first_and_counts(shown: Shown, says: Says) -> None:
-    out = shown("search a NO")
+    out = shown("a --search NO")
     assert [line.split() for line in out.splitlines()[3:5]] == [
         [str(step), "4", "1", "0.00", "3", "stop", *[r"No", r"\x1b[2J", r"idea"]] for step in (2, 1)
     ]
     says("rollouts", out)
-    says("rollouts", shown("search a --reward :0.5 --limit 3"))  # without the failed reward
-    found = shown("search a '5 + 87' --step 1").splitlines()[3]
+    says("rollouts", shown("a --reward :0.5 --limit 3"))  # without the failed reward
+    found = shown("a --search '5 + 87' --step 1").splitlines()[3]
     assert found.endswith(" 5 + 87?")  # in the prompt
-    says("rollouts", shown("search a camel"))
+    says("rollouts", shown("a --search camel"))
 
 
 def test_a_line_of_a_search_begins_shortly_before_the_text(
@@ -125,16 +125,16 @@ def test_a_line_of_a_search_begins_shortly_before_the_text(
 ) -> None:
     made = conversation(text="0 " * 100 + "hello " + "1 " * 100)
     write_rollouts(run / "rollouts" / "step-000003.parquet", 3, batch_from_conversations([made]))
-    line = shown("search a hello --step 3").splitlines()[3]
+    line = shown("a --search hello --step 3").splitlines()[3]
     assert line.split("stop")[1].strip().startswith("…0 0 0 0 0")
     assert "0 hello 1 1" in line
 
 
 def test_a_search_as_blocks_and_as_json(shown: Shown) -> None:
-    out = shown("search a word --full --limit 1")
+    out = shown("a --search word --full --limit 1")
     assert out.splitlines()[2] == "step 2, group 5, sample 0"
     assert out.count("word") == 400
-    result = json.loads(shown("search a --reward 1 --json"))
+    result = json.loads(shown("a --reward 1 --json"))
     assert (result["found"], result["found_by_step"], result["steps_searched"]) == (2, {"2": 1, "1": 1}, 2)
     assert [(row["step"], row["completion"], row["tokens"]) for row in result["completions"]] == [
         (2, SAMPLES[0][2], 5),
@@ -143,19 +143,19 @@ def test_a_search_as_blocks_and_as_json(shown: Shown) -> None:
 
 
 def test_long_completions_are_cut_with_a_count_unless_full_is_asked_for(shown: Shown) -> None:
-    cut = shown("show a --group 5 --sample 0")
+    cut = shown("a --group 5 --sample 0")
     assert cut.count("word") == 16 * 19  # lines of 96 columns
     assert "  | … 480 more " in cut
-    assert shown("show a --group 5 --sample 0 --full").count("word") == 400
+    assert shown("a --group 5 --sample 0 --full").count("word") == 400
 
 
 def test_show_as_json(shown: Shown) -> None:
-    result = json.loads(shown("show a --step 1 --json --sort reward --limit 1"))
+    result = json.loads(shown("a --step 1 --json --sort reward --limit 1"))
     assert (result["step"], [g["reward_mean"] for g in result["groups"]]) == (1, [0.5, 0.0])
     [best] = result["completions"]
     assert (best["completion"], best["reward_parts"], best["tokens"]) == (SAMPLES[0][2], {"answer": 1.0}, 5)
     assert "token_ids" not in best
-    assert len(json.loads(shown("show a --json"))["completions"]) == 4
+    assert len(json.loads(shown("a --json"))["completions"]) == 4
 
 
 def test_lines_that_all_prompts_share_are_left_out_of_the_table() -> None:
@@ -167,38 +167,16 @@ def test_lines_that_all_prompts_share_are_left_out_of_the_table() -> None:
 
 
 MISTAKES = """
-    rollouts show a --step 9
-    rollouts show a --group 9
-    rollouts show a --group 4 --sample 7
-    rollouts show aa
-    rollouts export a x.xlsx
-    rollouts export a taken.csv
-    rollouts export a x.csv --step 1-2
-    rollouts export a x.csv --step 7:9
-    rollouts export empty x.csv
-    rollouts search a --reward 1:0
-    rollouts search a --reward much
-    rollouts search a --step 7:9
+    runs rollouts a --step 9
+    runs rollouts a --step 1-2
+    runs rollouts a --step 7:9
+    runs rollouts aa
+    runs rollouts empty
+    runs rollouts a --reward 1:0
+    runs rollouts a --reward much
 """
 
 
 def test_mistakes_are_one_line_and_exit_2(rlpost: CommandLine, says: Says) -> None:
-    Path("taken.csv").write_text("mine")
     make_run(Path("runs/empty"))
     says("rollouts", rlpost.refusals(MISTAKES))
-    assert Path("taken.csv").read_text() == "mine"
-
-
-def test_an_export_says_what_it_wrote(rlpost: CommandLine) -> None:
-    rlpost("rollouts export a all.jsonl")
-    rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["group"], row["sample"]) for row in rows[:2]] == [(1, 4, 0), (1, 4, 1)]
-    assert rows[1]["completion"] == SAMPLES[1][2]
-    told = rlpost.json("rollouts export a all.csv --step 2")
-    assert told == {"file": "all.csv", "completions": 4, "steps": 1}
-
-
-def test_a_dash_writes_json_lines_to_stdout(rlpost: CommandLine) -> None:
-    rows = [json.loads(line) for line in rlpost.lines("rollouts export a - --step 2: --no-tokens")]
-    assert [row["step"] for row in rows] == [2, 2, 2, 2]
-    assert "mask" not in rows[0]

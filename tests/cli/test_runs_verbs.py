@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlpost.cli import runs
+from rlpost.cli import views
 from rlpost.config.paths import MANIFEST
 from rlpost.record import BEGAN, FAILED, STOPPED
 from tests.command_line import CommandLine
@@ -44,7 +44,7 @@ def test_a_list_shows_the_reward_of_a_run_whose_accuracy_stays_0(rlpost: Command
 
 
 def test_a_default_name_and_all_columns_fit_80(rlpost: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "output_width", lambda piped: 80)
+    monkeypatch.setattr(views, "output_width", lambda piped: 80)
     make_run(Path("runs/grpo-arithmetic-smollm2-12"), ROWS, overrides=["model=smollm2"])
     heading, line = rlpost.lines("runs list")
     assert max(len(heading), len(line)) <= 80
@@ -128,10 +128,10 @@ def test_show_as_json_holds_the_metrics(rlpost: CommandLine) -> None:
     assert (details["overrides"], details["config"]["seed"]) == (["model=tiny"], 7)
 
 
-def test_tail_prints_steps_as_training_does(rlpost: CommandLine, says: Says) -> None:
+def test_show_lines_prints_steps_as_training_does(rlpost: CommandLine, says: Says) -> None:
     make_run(Path("runs/a"), ROWS, steps=3)
-    says("runs", rlpost("runs tail a"))
-    [last] = rlpost.lines("runs tail a --lines 1 --json")
+    says("runs", rlpost("runs show a --lines 9"))
+    [last] = rlpost.lines("runs show a --lines 1 --json")
     assert json.loads(last) == ROWS[-1]
 
 
@@ -145,11 +145,11 @@ def test_a_reward_of_ones_own_is_shown_with_its_interval(rlpost: CommandLine) ->
     assert " 0.22→0.41 ±0.21 n=4 " in rlpost("runs list")
 
 
-def test_tail_of_a_value_that_was_not_finite_and_of_no_steps(rlpost: CommandLine) -> None:
+def test_show_lines_of_a_value_that_was_not_finite_and_of_no_steps(rlpost: CommandLine) -> None:
     make_run(Path("runs/a"), [step_row(1, None)])
     make_run(Path("runs/b"))
-    assert rlpost("runs tail a").startswith("step 1/2  ")
-    assert rlpost("runs tail b") == ""
+    assert rlpost("runs show a --lines 9").startswith("step 1/2  ")
+    assert rlpost("runs show b --lines 9") == ""
     assert rlpost.err.startswith("runs/b: ")
 
 
@@ -166,7 +166,7 @@ def test_following_prints_new_steps_until_the_lock_is_let_go(
         lock.close()
 
     monkeypatch.setattr("rlpost.cli.runs.time", SimpleNamespace(sleep=train))
-    *_, step, _ = rlpost.lines("runs tail a -f --lines 0")
+    *_, step, _ = rlpost.lines("runs show a -f --lines 0")
     assert step.startswith("step 2/2  reward 0.75")
     assert rlpost.err == "runs/a: killed\n"
 
@@ -175,7 +175,7 @@ def test_ctrl_c_leaves_a_followed_run_quietly() -> None:
     run = make_run(Path("runs/a"), ROWS)
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [sys.executable, "-m", "rlpost", "runs", "tail", "a", "-f"]
+        command = [sys.executable, "-m", "rlpost", "runs", "show", "a", "-f"]
         following = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -195,13 +195,13 @@ def test_reading_runs_imports_nothing_heavy() -> None:
     program = (
         "import sys\n"
         "from rlpost.cli.main import run\n"
-        "codes = [run(words.split()) for words in ('runs list', 'runs show a', 'runs tail a')]\n"
+        "codes = [run(words.split()) for words in ('runs list', 'runs show a', 'runs show a --lines 9')]\n"
         "print(codes, [m for m in ('torch', 'transformers', 'pyarrow', 'hydra') if m in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[0, 0, 0] []"
 
 
-def test_the_help_of_tail_explains_the_words_of_its_lines(rlpost: CommandLine) -> None:
-    shown = rlpost("runs tail --help")
+def test_the_help_of_show_explains_the_words_of_its_lines(rlpost: CommandLine) -> None:
+    shown = rlpost("runs show --help")
     assert re.search(r"(?m)^    lag +\w", shown)

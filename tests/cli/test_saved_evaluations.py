@@ -1,4 +1,4 @@
-"""`rlpost eval list` and `rlpost eval show`: saved evaluations, and the completions that failed."""
+"""`rlpost eval show`: saved evaluations, and the completions that failed."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ def prompts(lines: list[str]) -> list[str]:
 
 
 def test_the_list_has_a_line_for_each_evaluation_the_newest_first(rlpost: CommandLine) -> None:
-    heading, first, job = rlpost.lines("eval list")
+    heading, first, job = rlpost.lines("eval show")
     assert heading.split() == ["evaluation", "model", "env", "figure", "n", "age"]
     # two of three scored prompts are right, and one of four completions
     assert first.startswith("first")
     assert "accuracy  66.7% [" in first
     assert (first.split()[-2:], job.split()[0], job.split()[-1]) == (["3", "3m"], "sweep/seed-1", "1h")
     assert "accuracy  25.0% [" in job
-    told = rlpost.json("eval list")
+    told = rlpost.json("eval show")
     assert [(each["name"], each["figures"]["accuracy"]["value"], each["samples"]) for each in told] == [
         ("first", pytest.approx(2 / 3), 1),
         ("sweep/seed-1", 0.25, 2),
     ]
+    assert [line.split()[0] for line in rlpost.lines("eval show sweep")] == ["evaluation", "seed-1"]
 
 
 def test_the_worst_completions_come_first_with_the_expected_answer(rlpost: CommandLine, says: Says) -> None:
-    about, *lines = rlpost.lines("eval show")
+    about, *lines = rlpost.lines("eval show first")
     assert about.startswith("first  arithmetic, ")  # and its age
     assert prompts(lines) == ["prompt 2", "prompt 1", "prompt 4", "prompt 3"]
     says("eval", "\n".join(lines))
@@ -63,7 +64,7 @@ def test_the_worst_completions_come_first_with_the_expected_answer(rlpost: Comma
         ("first --failed", [3]),
         ("first --text Q3", [4]),
         ("first --text nothing", []),
-        ("first --part accuracy_strict", [2, 1, 4, 3]),
+        ("first --sort accuracy_strict", [2, 1, 4, 3]),
         ("first --sort length", [1, 2, 3, 4]),
         ("trained", [2, 1, 4, 3]),
         ("runs/trained --step 2 --best", [1, 4, 2, 3]),
@@ -99,7 +100,7 @@ def test_show_as_json(rlpost: CommandLine) -> None:
 
 MISTAKES = """
     eval show firsst
-    eval show first --part anwser
+    eval show first --sort anwser
     eval show evals/first --step 2
     eval show trained --step 3
     eval show bare
@@ -113,6 +114,5 @@ def test_mistakes_are_one_line_and_exit_2(rlpost: CommandLine, says: Says) -> No
 
 def test_nothing_saved_yet(here: Path, rlpost: CommandLine, says: Says) -> None:
     shutil.rmtree(here / "evals")
-    assert rlpost("eval list") == ""
+    assert rlpost("eval show") == ""
     says("eval", rlpost.err)
-    rlpost("eval show", 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ def test_the_best_and_the_worst_are_paired_by_a_margin(folder: Path, rlpost: Com
     assert not Path("none.jsonl").exists()
 
 
-def test_partial_rewards_name_the_margins_that_would_pair_them(
+def test_partial_rewards_say_how_far_apart_they_are(
     folder: Path, made: list[Conversation], rlpost: CommandLine, says: Says
 ) -> None:
     """Nothing is quite right, so nothing is paired; the rewards of prompt 0 are 1, 0.9, 0.1, 0, of prompt 1 1, 0.8."""
@@ -114,7 +113,7 @@ def test_partial_rewards_name_the_margins_that_would_pair_them(
     write_rows(folder / "held-out" / "step-000002.parquet", sample_rows(made))
     line = "data pairs runs/a/held-out/step-000002.parquet -o pairs.jsonl"
     rlpost(line, 3)
-    assert re.findall(r"--margin (\S+) gives (\d)", rlpost.err) == [("0.2", "3"), ("0.8", "2")]
+    assert " 1: a smaller --margin " in rlpost.err
     says("data", rlpost.err)
     rlpost(f"{line} --margin 0.8")
     assert len(written()) == 2

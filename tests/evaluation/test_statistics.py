@@ -52,7 +52,7 @@ def test_no_interval_is_narrower_than_of_independent_completions() -> None:
 
 
 def test_a_share_reads_as_percent_with_its_interval() -> None:
-    assert str(Share.of([1.0] * 10 + [0.0] * 30)) == " 25.0%  [13.7%, 40.9%]"
+    assert str(Share.of([1.0] * 10 + [0.0] * 30)) == "25.0% [13.7%, 40.9%]"
 
 
 @pytest.mark.parametrize("samples", [1, 8])

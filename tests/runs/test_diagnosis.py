@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlpost.record import FAILED, FINISHED
-from rlpost.runs.diagnosis import Diagnosis, repeated_text, symptoms_of
+from rlpost.runs.diagnosis import Diagnosis, repeated_text
+from rlpost.runs.reader import read_run
 from tests.command_line import CommandLine
 from tests.run_folders import make_run, verdict
 from tests.says import Says
@@ -189,7 +190,7 @@ def test_a_sound_training_on_rows_has_no_symptom(name: str) -> None:
 def test_few_held_out_rows_are_a_symptom_of_a_finished_run(rows: int, names: list[str], tmp_path: Path) -> None:
     trace = [{"step": 0, "eval/loss": 2.0, "eval/rows": float(rows)}, {"step": 1, "loss/sft": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trace))
-    assert [symptom.name for symptom in symptoms_of(tmp_path)[0]] == names
+    assert [symptom.name for symptom in read_run(tmp_path).diagnosis.symptoms] == names
     assert Diagnosis(trace[:-1]).after(trace[-1]) == []  # it gives no alarm, which could stop a run
 
 
@@ -207,7 +208,12 @@ def test_repeated_text_is_named() -> None:
     assert repeated_text(9, [""] * 32, prompts) is None
 
 
-def test_the_verb_names_what_it_finds(rlpost: CommandLine, says: Says, tmp_path: Path) -> None:
+def diagnosed(rlpost: CommandLine, run: Path) -> str:
+    """The paragraph of `runs show` about what is wrong."""
+    return next(part for part in rlpost(f"runs show {run}").split("\n\n") if "symptom" in part)
+
+
+def test_show_names_what_it_finds(rlpost: CommandLine, says: Says, tmp_path: Path) -> None:
     healthy, changes, expected = SICK["too high a rate"]
     well, sick = tmp_path / "well", tmp_path / "sick"
     columns = {key: list(values) for key, values in HEALTHY[healthy].items()}
@@ -215,23 +221,23 @@ def test_the_verb_names_what_it_finds(rlpost: CommandLine, says: Says, tmp_path:
     for change in changes:
         change(columns, len(columns["step"]))
     make_run(sick, rows_of(columns))
-    for log in ("", verdict(FINISHED)):
-        (well / "log.txt").write_text(log)
-        says("runs", rlpost(f"runs diagnose {well}"))
+    assert diagnosed(rlpost, well).startswith("error       how it ended is unknown: ")
+    (well / "log.txt").write_text(verdict(FINISHED))
+    says("runs", diagnosed(rlpost, well))
     (well / "log.txt").write_text(verdict(f"{FAILED} RewardError: nan"))
-    told = rlpost.json(f"runs diagnose {well}")
+    told = rlpost.json(f"runs show {well} --json")
     assert (told["state"], told["error"], told["symptoms"]) == ("failed", "RewardError: nan", [])
-    told = rlpost.json(f"runs diagnose {sick}")
+    told = rlpost.json(f"runs show {sick} --json")
     assert expected in [symptom["name"] for symptom in told["symptoms"]]
-    assert told["steps"] == 60
+    assert told["steps_done"] == 60
 
 
 @pytest.mark.parametrize(("steps", "names"), [(7, []), (8, ["truncation"])])
-def test_the_verb_reads_the_evaluation_before_training(
+def test_show_reads_the_evaluation_before_training(
     steps: int, names: list[str], rlpost: CommandLine, says: Says, tmp_path: Path
 ) -> None:
     before = {"step": 0, "eval/truncated": 0.67, "eval/accuracy_lenient": 0.0}
     rows = [before, *({"step": step} for step in range(1, steps)), before | {"step": steps, "eval/truncated": 1.0}]
     run = make_run(tmp_path / "run", rows)
-    assert [symptom["name"] for symptom in rlpost.json(f"runs diagnose {run}")["symptoms"]] == names
-    says("runs", rlpost(f"runs diagnose {run}"))
+    assert [symptom["name"] for symptom in rlpost.json(f"runs show {run} --json")["symptoms"]] == names
+    says("runs", diagnosed(rlpost, run))

@@ -29,7 +29,7 @@ CONFIGS = {
     "5000 digits": f"seed: {'9' * 5000}\n",
     "a date": "started: 2024-01-01\nmarks: !!set {a, b}\n",
 }
-VERBS = ["runs list", "runs show runs/x", "runs show runs/x --json", "runs diagnose runs/x"]
+VERBS = ["runs list", "runs show runs/x", "runs show runs/x --json"]
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def assert_read(rlpost: CommandLine) -> None:
 def test_metrics_that_rlpost_did_not_write(way: str, folder: Path, rlpost: CommandLine) -> None:
     (folder / "metrics.jsonl").write_text(METRICS[way] + STEP.replace("1", "30", 1))
     assert_read(rlpost)
-    shown = rlpost("runs tail runs/x")
+    shown = rlpost("runs show runs/x --lines 9")
     assert "step 30" in shown
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,14 +16,11 @@ from tensordict import TensorDict
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.errors import DataError
+from rlpost.runs.reader import read_run
 from rlpost.runs.rollout_table import SCHEMA, write_rollouts
 from rlpost.runs.rollouts import (
-    EXPORTS,
     Wanted,
-    export_rollouts,
-    json_lines,
     read_rollouts,
-    rollout_steps,
     search,
     spread_of,
 )
@@ -125,7 +120,7 @@ def run(tmp_path: Path, two: TensorDict) -> Path:
 
 def test_what_was_written_is_read_back(run: Path) -> None:
     (run / "rollouts" / "step-000009.incomplete").write_text("")
-    assert rollout_steps(run) == [1, 2, 4]
+    assert read_run(run).rollout_steps == [1, 2, 4]
     good, failed = read_rollouts(run, 4)
     assert (good["step"], good["completion"], good["reward"]) == (4, "naïve\n91", 0.75)
     assert good["reward_parts"] == {"format": 0.25, "right": 0.5}
@@ -146,66 +141,7 @@ def test_a_damaged_file_is_named(run: Path, content: bytes | None) -> None:
 
 def test_a_file_without_a_row_is_read(run: Path) -> None:
     pq.write_table(SCHEMA.empty_table(), run / "rollouts" / "step-000002.parquet")
-    assert list(json_lines(run, [2])) == []
-
-
-def test_json_lines_keep_types_and_every_character(run: Path, tmp_path: Path) -> None:
-    assert export_rollouts(run, [1, 4], tmp_path / "all.jsonl", tokens=True) == 4
-    text = (tmp_path / "all.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
-    assert [row["step"] for row in rows] == [1, 1, 4, 4]
-    assert "naïve" in text
-    assert (rows[0]["mask"], rows[0]["valid"], rows[0]["accuracy_strict"]) == ([True, False, True], True, 0.0)
-    assert (rows[1]["reward"], rows[1]["reward_parts"]) == (None, {})
-    [plain, _] = json_lines(run, [1], tokens=False, ascii_only=True)
-    assert plain.isascii()
-    assert {"token_ids", "log_probs", "mask"} & set(json.loads(plain)) == set()
-
-
-def exported(run: Path, step: int, *, tokens: bool = False) -> list[dict[str, str]]:
-    """The rows of a CSV file of one step."""
-    file = run / f"{step}.csv"
-    export_rollouts(run, [step], file, tokens=tokens)
-    with file.open(encoding="utf-8", newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
-def test_csv_has_a_column_for_each_part_of_the_reward(run: Path) -> None:
-    good, failed = exported(run, 2)
-    names = ("completion", "reward", "reward/format", "reward/right")
-    assert [good[name] for name in names] == ["naïve\n91", "0.75", "0.25", "0.5"]
-    assert (failed["reward"], failed["reward/format"]) == ("", "")
-    assert "token_ids" not in good
-    assert exported(run, 2, tokens=True)[0]["token_ids"] == "[7, 4, 8]"
-
-
-def test_no_text_of_a_csv_is_a_formula_and_no_number_is_changed(
-    run: Path, conversation: Callable[..., Conversation]
-) -> None:
-    for step, begin in enumerate("=+-@\t\r", start=10):
-        told = conversation(3, 1, prompt_ids=[5], response_ids=[7], text=f"{begin}HYPERLINK(1)", reward=-1.5)
-        batch = batch_from_conversations([told])
-        write_rollouts(run / "rollouts" / f"step-{step:06d}.parquet", step, batch, rows_worth(batch, -0.5))
-        [row] = exported(run, step)
-        assert (row["completion"], row["reward"], row["advantage"]) == (f"'{begin}HYPERLINK(1)", "-1.5", "-0.5")
-
-
-def test_parquet_of_several_steps_has_one_after_the_other(run: Path, tmp_path: Path) -> None:
-    export_rollouts(run, [1, 2, 4], tmp_path / "all.parquet", tokens=True)
-    table = pq.read_table(tmp_path / "all.parquet")
-    assert table.schema == SCHEMA
-    assert table["step"].to_pylist() == [1, 1, 2, 2, 4, 4]
-    assert table["log_probs"].to_pylist()[0] == [-0.5, 0.0, -0.25]
-
-
-def test_an_export_that_fails_leaves_no_file(run: Path, tmp_path: Path) -> None:
-    (run / "rollouts" / "step-000004.parquet").write_bytes(b"")
-    for suffix in EXPORTS:
-        with pytest.raises(DataError):
-            export_rollouts(run, [1, 4], tmp_path / f"all{suffix}", tokens=True)
-    with pytest.raises(DataError, match="cannot write"):
-        export_rollouts(run, [1], tmp_path / "nowhere" / "all.jsonl", tokens=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert read_rollouts(run, 2) == []
 
 
 @pytest.mark.parametrize(
@@ -219,6 +155,7 @@ def test_an_export_that_fails_leaves_no_file(run: Path, tmp_path: Path) -> None:
         (Wanted(rewards=(float("-inf"), float("inf"))), [1]),  # a failed reward is in no range
         (Wanted(rewards=(0.8, 1.0)), []),
         (Wanted(finish_reason="length"), [2]),
+        (Wanted(group=3, sample=2), [2]),
         (Wanted("user", (0.0, 1.0), "stop"), [1]),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_tall_picture_explains_its_words(state: State, says: Says) -> None:
 TASK, QUESTION, ANSWER = "You answer questions about stories.", "Who met the badger?", "It was the fox."
 PROMPT = f"{TASK}\n" + "A fox met a badger. " * 200 + f"\n\n{QUESTION}"
 REPLY = "Let me think. " * 200 + ANSWER
-ALARMS = ("nothing was learned in 5 steps: " + "why " * 60 + "rlpost rollouts show", "few held-out prompts " * 5)
+ALARMS = ("nothing was learned in 5 steps: " + "why " * 60 + "rlpost runs rollouts", "few held-out prompts " * 5)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (160, 50), (200, 60)])

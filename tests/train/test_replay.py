@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.catalog import TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, Command
 from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
 from rlpost.objectives.policy_loss import VARIANTS
 from rlpost.rewards.score import Score
+from rlpost.runs.reader import read_run
 from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import AdvantageSettings, OverlongSettings
-from rlpost.settings.loss import ESTIMATORS, LOSSES, Aggregation, SFTAggregation
+from rlpost.settings.loss import ESTIMATORS, LOSSES, Aggregation
 from rlpost.train.replay import Computed, Replay, check_step, replay
 from tests.objectives import slow_reference as slow
 from tests.objectives.test_advantage import slowly
@@ -77,7 +77,7 @@ def settings_of(command: Command[Any], run: Path) -> Any:
 def again(command: Command[Any], run: Path, step: int, **changes: Any) -> Replay:
     """The replay of a run's step; these parts of its settings are changed on the other side."""
     settings = settings_of(command, run)
-    return replay(run, step, settings, replace(settings, **changes) if changes else None)
+    return replay(read_run(run), step, settings, replace(settings, **changes) if changes else None)
 
 
 def other(command: Command[Any], run: Path, step: int, **changes: Any) -> Computed:
@@ -195,39 +195,11 @@ def test_expert_iteration_is_replayed_with_what_it_selected(made: Callable[..., 
     assert minor.figures["loss/sft"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_fine_tuning_is_replayed_with_the_samples_of_the_step(made: Callable[..., Path]) -> None:
-    run = made(TRAIN_SFT, "env.limit=10", "epochs=2", "minibatch_size=8", "loss.kl_coef=0.1")
-    for step in (2, 3):  # across the end of an epoch, and the rest of the last
-        assert_recorded(TRAIN_SFT, run, step)
-    by_sample = other(TRAIN_SFT, run, 3, loss=LOSSES["sft"].cls(SFTAggregation.sequence_mean))
-    assert len(by_sample.weights) == 4
-    for weights in by_sample.weights.values():
-        trained = weights[weights != 0]
-        assert trained.tolist() == pytest.approx([1 / 4 / len(trained)] * len(trained))
-
-
-def test_preferences_are_replayed_with_the_pairs_of_the_step(made: Callable[..., Path], tmp_path: Path) -> None:
-    rows = [{"prompt": f"Say {n}.", "chosen": "yes" + "!" * (n % 3), "rejected": "no"} for n in range(10)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [f"env.path={tmp_path}/pairs.jsonl", "env.held_out=0.2", "epochs=2", "minibatch_size=3"]
-    run = made(TRAIN_DPO, *words, "loss.sft_coef=0.5")
-    for step in (1, 3):  # across the end of an epoch
-        assert assert_recorded(TRAIN_DPO, run, step).log_probs_apart is None
-    replayed = again(TRAIN_DPO, run, 1, loss=LOSSES["ipo"].cls(beta=0.5))
-    assert replayed.other is not None
-    assert replayed.other.figures["loss/dpo"] == pytest.approx(1)  # (h - 1 / (2 beta))^2, and h is 0
-    assert replayed.other.weights.keys() == {0, 1, 2, 3, 4, 5}
-    for place, weights in replayed.other.weights.items():  # -d loss / d h = 1 / beta, for a mean over 3 pairs
-        trained, sign = weights[weights != 0], 1 if place % 2 == 0 else -1
-        assert trained.tolist() == pytest.approx([sign * 2 / 3 / len(trained)] * len(trained))
-    assert {each.completion.rpartition(", ")[2] for each in replayed.tokens} == {"chosen", "rejected"}
-
-
 def test_step_without_its_weights_names_those_with_theirs(sums: Path, tmp_path: Path) -> None:
     run = shutil.copytree(sums, tmp_path / "r", symlinks=True)
-    assert check_step(run, None, sampled=True) == 2
+    assert check_step(read_run(run), None) == 2
     with pytest.raises(ConfigError, match=r"^step 9 .* 1, 2; .* --step 2$"):
-        check_step(run, 9, sampled=True)
+        check_step(read_run(run), 9)
     (run / "checkpoints/step-000001/manifest.json").unlink()
     with pytest.raises(ConfigError, match=r": 1; .* --step 1$"):
-        check_step(run, 2, sampled=True)
+        check_step(read_run(run), 2)

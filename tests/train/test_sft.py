@@ -80,7 +80,7 @@ def test_held_out_loss_falls_and_every_number_is_recorded(
     assert sum(line["tokens/read"] for line in steps) == 3 * sum(len(s.ids) for s in parts.samples.rows)
     shown = capsys.readouterr().out.splitlines()
     says("train", "\n".join(line for line in shown if line.startswith(("data ", "work ", "the held-out loss "))))
-    [compared] = [line for line in shown if "loss per token" in line]
+    [compared] = [line for line in shown if line.startswith("  loss ")]
     figures = [f"{line[f'eval/loss{end}']:.3f}" for line in (start, steps[-1]) for end in ("", "_low", "_high")]
     assert [compared.index(figure) for figure in figures] == sorted(compared.index(figure) for figure in figures)
 
