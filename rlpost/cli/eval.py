@@ -106,7 +106,7 @@ class EvalVerb(VerbWithVerbs):
     @cached_property
     def below(self) -> dict[str, TyperCommand]:
         """See `VerbWithVerbs.below`."""
-        app = App(add_completion=False)
+        app = App()
         app.command("compare", examples=COMPARE_EXAMPLES, short_help=COMPARE_SHORT)(compare)
         app.command("list", examples=LIST_EXAMPLES, short_help=LIST_SHORT)(list_evaluations)
         app.command("show", examples=SHOW_EXAMPLES, short_help=SHOW_SHORT)(show)
@@ -114,6 +114,10 @@ class EvalVerb(VerbWithVerbs):
         return dict(group.commands)
 
 
+app = App()
+
+
+@app.command("eval", cls=EvalVerb, examples=EXAMPLES)
 def evaluate(
     context: typer.Context,
     overrides: Annotated[

@@ -148,6 +148,6 @@ def test_all_lines_of_another_tools_file_are_answered_at_once(rlpost: CommandLin
         Path("axolotl.yaml").write_text(above + AXOLOTL)
         out = rlpost("train sft recipe=axolotl.yaml", 2)
         assert out == ""
-        numbers = [int(number) for number in re.findall(r"(?m)^ +line (\d+)", rlpost.err)]
+        numbers = [int(number) for number in re.findall(r"line (\d+)", rlpost.err)]
         assert numbers == [number + bool(above) for number in (1, 2, 5, 6, 7, 8, 10)]
         says("train", rlpost.err)
