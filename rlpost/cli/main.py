@@ -77,7 +77,7 @@ class AllVerbs(Verbs):
             if more:
                 verb.more = more
             self.commands[cmd_name] = verb
-        return self.commands.get(cmd_name)
+        return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)

@@ -87,7 +87,7 @@ class Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         while cmd_name not in self.commands and self.more:
             first, *self.more = self.more
-            self.commands |= typer.main.get_group(import_module(f"rlpost.cli.{first}").app).commands
+            self.commands.update(typer.main.get_group(import_module(f"rlpost.cli.{first}").app).commands)
         return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:

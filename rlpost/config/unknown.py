@@ -85,16 +85,13 @@ class Vocabulary:
         ends = [".".join(parts[i:]) for i in range(len(parts))]  # actor.optim.lr, optim.lr, lr
         table, names = answers("settings"), [*self.names, "recipe"]
         others = [table[end] for end in ends if end in table]
+        verbs = [c.verb for c in COMMANDS if key in (*schema.all_keys(c), *schema.groups_of(c.settings))]
         alike = [name for name in names if f".{name}".endswith(f".{ends[-1]}") or name.startswith(f"{key}.")]
         guesses = [
             *(table[part] for part in parts if table.get(part, "").startswith(NOT_HERE)),
             *(end for end in ends if end in self.names),
             *(self._in_our_words(other, given.text) for other in others),
-            *(
-                f"{NOT_HERE}it belongs to rlpost {each.verb}"
-                for each in COMMANDS
-                if key in Vocabulary.by_default(each).names
-            ),
+            *(f"{NOT_HERE}it belongs to rlpost {verb}" for verb in verbs),
             one_typo_away(key, names),
             " or ".join(dict.fromkeys(alike)),
             *(f"{NOT_HERE}other verbs have {other} for it" for other in others),
@@ -120,10 +117,8 @@ class Vocabulary:
             return text if text in known else f"{NOT_HERE}it is for {', '.join(verbs)}"
         if "," in text:
             return f"{NOT_HERE}it takes one option; add -m to run the command once for each of several"
-        if group == "env" and text.endswith(".py"):
-            return f"plugin={shown(text)} env=NAME"
-        if group == "env" and (text.endswith(DATA_FILES) or "/" in text):
-            return f"env=dataset env.path={shown(text)}"
+        if group == "env" and ("/" in text or text.endswith((*DATA_FILES, ".py"))):
+            return f"plugin={shown(text)} env=NAME" if text.endswith(".py") else f"env=dataset env.path={shown(text)}"
         words = {name: name for name in known}
         words |= {word: meant for word, meant in answers("options").items() if meant in known or "=" in meant}
         begun = max((word for word in words if len(word) > 3 and text.lower().startswith(word)), key=len, default="")

@@ -130,6 +130,8 @@ def test_verbs_stand_in_sections_and_training_comes_first(capsys: pytest.Capture
     titles = [number for number, line in enumerate(lines) if line.endswith(":") and not line.startswith(" ")]
     assert len(titles) == 4  # the options come first
     assert [lines[number + 1].split()[0] for number in titles[1:]] == ["train", "runs", "config"]
+    groups = {name: verb.help for name, verb in TREE.below.items() if isinstance(verb, Verbs)}
+    assert groups == {name: VERBS_OF_RLPOST[name].help for name in groups}
 
 
 @pytest.mark.parametrize("path", [[], ["train"], ["config"]], ids=" ".join)

@@ -94,7 +94,7 @@ def option_typos(sampled: random.Random) -> Iterator[tuple[str, str, str]]:
         words = Vocabulary.by_default(command)
         for group in words.choices:
             for option in options(group, command):
-                for typo in typos(option, sampled):
+                for typo in typos(option, sampled)[::6]:
                     if typo not in options(group):
                         yield f"{group}={typo}", words.complaint(Override(group, typo)), option
 
