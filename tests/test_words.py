@@ -36,7 +36,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 def helps(command: Any, path: str) -> Iterator[tuple[str, str]]:
     """(verb, text) of the help of `command` and of every verb below it."""
     yield path, command.get_help(click.Context(command, info_name=path))
-    for name, inner in getattr(command, "commands", {}).items():
+    for name, inner in getattr(command, "below", {}).items():
         yield from helps(inner, f"{path} {name}")
 
 

@@ -16,6 +16,7 @@ import typer
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_model
 from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, saying_stopped, stdout_on_stderr
+from rlpost.cli.usage import App
 from rlpost.cli.views import table
 from rlpost.config.paths import RUNS, is_run_folder, resolve_model_path
 from rlpost.config.schema import options
@@ -41,7 +42,10 @@ COMMANDS = {
     "/quit": ("", "leave, as Ctrl-D does"),
 }
 
+app = App()
 
+
+@app.command("chat", examples=EXAMPLES)
 def chat(
     path: Annotated[
         str,

@@ -1,31 +1,28 @@
 """Shell completion: the candidates for a half-typed word. Typer brings the scripts, and completes verbs and flags.
 
-A person waits for each answer, so this module does not load Hydra. Files are left to the shell.
+Every verb imports this module, so it loads the catalog when a shell asks, and Hydra never. Files are left to the shell.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, TRAIN_SFT, Command
-from rlpost.config import comments, schema
-from rlpost.config.paths import RUNS, SWEEP_FILE, evaluation_names, is_run_folder
 from rlpost.errors import RlpostError
-from rlpost.settings.base import MISSING
+
+if TYPE_CHECKING:
+    from rlpost.catalog import Command
 
 VARIABLE = "_RLPOST_COMPLETE"  # set by the shell's script, to complete_bash or another shell
 NOTHING_TO_OFFER = 1
+FOLDERS = {"run": "runs", "evaluation": "evals"}
 Answers = list[tuple[str, str]]
-
-
-def is_requested() -> bool:
-    """Whether a shell asks for completions."""
-    return VARIABLE in os.environ
+Completer = Callable[[typer.Context, str], Answers]
 
 
 def answer(command: Any) -> NoReturn:
@@ -54,94 +51,11 @@ def join_broken_words(environ: MutableMapping[str, str]) -> str:
     return joined[-1].removesuffix(piece)
 
 
-def complete_training(ctx: typer.Context, incomplete: str) -> Answers:
-    """Settings of the training verb that the line names."""
-    return _settings(next(c for c in COMMANDS if c.verb.split()[-1] == ctx.info_name), ctx, incomplete)
-
-
-def complete_sft(ctx: typer.Context, incomplete: str) -> Answers:
-    """Settings of `rlpost train sft`, whichever verb takes them."""
-    return _settings(TRAIN_SFT, ctx, incomplete)
-
-
-def complete_replayed(ctx: typer.Context, incomplete: str) -> Answers:
-    """Settings of the training that made the run which the line names."""
-    from rlpost.runs.reader import command_of
-
-    return _settings(command_of(RUNS / (ctx.params.get("run") or "")) or TRAIN_GRPO, ctx, incomplete)
-
-
-def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:
-    """Settings of `rlpost eval`, or as its first word a verb for saved evaluations."""
-    verbs = {} if _words(ctx) else {"compare": "a verb", "show": "a verb"}
-    return [*_answers(ctx, verbs, incomplete), *_settings(EVAL, ctx, incomplete)]
-
-
-def complete_evaluation(ctx: typer.Context, incomplete: str) -> Answers:
-    """The name of an evaluation."""
-    return _answers(ctx, dict.fromkeys(evaluation_names(), ""), incomplete)
-
-
-def complete_shown(ctx: typer.Context, incomplete: str) -> Answers:
-    """The name of an evaluation, or of a run, whose held-out completions can be shown too."""
-    return _answers(ctx, dict.fromkeys(run_names(), "a run") | dict.fromkeys(evaluation_names(), ""), incomplete)
-
-
-def complete_settings_of_verb(ctx: typer.Context, incomplete: str) -> Answers:
-    """A verb, `train grpo` or `eval`, and then its settings."""
-    verb = [word for word in _words(ctx) if "=" not in word]
-    command = next((c for c in COMMANDS if verb in (c.verb.split(), [c.name])), TRAIN_GRPO)
-    rest = [c.verb.split()[len(verb) :] for c in COMMANDS if c.verb.split()[: len(verb)] == verb]
-    verbs = _answers(ctx, {words[0]: "a verb" for words in rest if words}, incomplete)
-    return verbs if verb and verbs else [*verbs, *_settings(command, ctx, incomplete)]
-
-
-def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
-    """A key or a group; then a verb and its settings."""
-    if _words(ctx):
-        return _settings(TRAIN_GRPO, ctx, incomplete)
-    keys = {name: about for command in COMMANDS for name, (_, about) in comments.meanings(command).items()}
-    return _answers(ctx, keys | dict.fromkeys(CHOICES, "a group"), incomplete)
-
-
-def complete_side(ctx: typer.Context, incomplete: str) -> Answers:
-    """A run, a sweep or a recipe, as `runs compare` compares them."""
-    return [*complete_run_or_sweep(ctx, incomplete), *_answers(ctx, _recipes(), incomplete)]
-
-
-def complete_run(ctx: typer.Context, incomplete: str) -> Answers:
-    """The name of a run."""
-    return _answers(ctx, dict.fromkeys(run_names(), ""), incomplete)
-
-
-def complete_run_or_sweep(ctx: typer.Context, incomplete: str) -> Answers:
-    """The name of a run or a sweep."""
-    sweeps = sorted(file.parent.name for file in RUNS.glob(f"*/{SWEEP_FILE}"))
-    return _answers(ctx, dict.fromkeys(sweeps, "a sweep") | dict.fromkeys(run_names(), ""), incomplete)
-
-
-def complete_model(ctx: typer.Context, incomplete: str) -> Answers:
-    """A run, or an option of model."""
-    return _answers(ctx, _options("model") | dict.fromkeys(run_names(), "a run"), incomplete)
-
-
-def complete_group(ctx: typer.Context, incomplete: str) -> Answers:
-    """A group, or `recipe`."""
-    return _answers(ctx, dict.fromkeys((*CHOICES, "recipe"), ""), incomplete)
-
-
-def complete_env(ctx: typer.Context, incomplete: str) -> Answers:
-    """The name of an environment."""
-    return _answers(ctx, _options("env"), incomplete)
-
-
-def complete_env_settings(ctx: typer.Context, incomplete: str) -> Answers:
-    """Settings `env.KEY=VALUE`."""
-    return _settings(EVAL, ctx, incomplete, within="env.")
-
-
 def setting_candidates(command: Command[Any], typed: str) -> dict[str, str]:
     """The settings of `command` that begin with `typed`, each with its meaning; keys of every option are offered."""
+    from rlpost.config import comments, schema
+    from rlpost.settings.base import MISSING
+
     name, equals, _ = typed.partition("=")
     keys, groups = comments.meanings(command), schema.groups_of(command.settings)
     if not equals:
@@ -152,52 +66,72 @@ def setting_candidates(command: Command[Any], typed: str) -> dict[str, str]:
         # the shell puts a space behind a single completion; offering its values too keeps the cursor at the =
         values = setting_candidates(command, f"{names[0]}=") if len(names) == 1 else {}
         return {f"{key}=": about[key] for key in names} | values
-    if name in groups:
-        found = {option: comments.describe(name, option) for option in schema.options(name, command)}
-        found |= {f"{RUNS}/{run}": "a run" for run in run_names()} if name == "model" else {}
-    elif name == "recipe":
-        found = _recipes(command)
-    else:
-        found = _values(keys[name][0]) if name in keys else {}
+    found: dict[str, str] = {}
+    if name in (*groups, "recipe"):
+        found = _candidates(name, command)
+    elif name in keys:
+        key = keys[name][0]
+        found = dict.fromkeys(["true", "false"] if key.element is bool else key.choices, "")
+        if not found and key.default != MISSING:
+            found = {schema.as_text(key.default): "as it is"}
+    if name == "model":
+        found |= {f"runs/{run}": about for run, about in _candidates("run").items()}
     return {word: about for value, about in found.items() if (word := f"{name}={value}").startswith(typed)}
 
 
-def run_names() -> list[str]:
-    """The names of the runs in ./runs."""
-    try:
-        return sorted(folder.name for folder in RUNS.iterdir() if is_run_folder(folder))
-    except OSError:  # no such folder, or not readable
-        return []
+def _candidates(kind: str, command: Command[Any] | None = None) -> dict[str, str]:
+    """The words of one kind: run, evaluation, recipe, verb, key, group, or the options of the group of that name.
+
+    Recipes and options are those that `command` can take.
+    """
+    from rlpost.catalog import CHOICES, COMMANDS
+    from rlpost.config import comments, schema
+
+    if kind in FOLDERS:
+        return {folder.name: f"a {kind}" for folder in sorted(Path(FOLDERS[kind]).glob("*/"))}
+    if kind == "recipe":
+        files = schema.recipes().items()
+        verbs = [command.verb] if command else [each.verb for each in COMMANDS]
+        return {name: comments.description(f) for name, f in files if schema.read_yaml(f).get("command") in verbs}
+    if kind == "verb":
+        return {each.verb.split()[-1]: each.short for each in COMMANDS}
+    if kind == "key":
+        return {key: about for each in COMMANDS for key, (_, about) in comments.meanings(each).items()}
+    if kind == "group":
+        return dict.fromkeys((*CHOICES, "recipe"), "a group")
+    return {name: comments.describe(kind, name) for name in schema.options(kind, command)}
 
 
-def _values(key: schema.Key) -> dict[str, str]:
-    """The words that a key takes, or else its default."""
-    meanings = {name: row.words for name, row in (key.names or {}).items()}
-    words = ["true", "false"] if key.element is bool else key.choices
-    if not words and key.default != MISSING:
-        return {schema.as_text(key.default): "as it is"}
-    return {word: meanings.get(word, "") for word in words}
+def _offering(*kinds: str) -> Completer:
+    """A function for Typer that offers words of some kinds."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> Answers:
+        return _answers(ctx, {word: about for kind in kinds for word, about in _candidates(kind).items()}, incomplete)
+
+    return complete
 
 
-def _recipes(command: Command[Any] | None = None) -> dict[str, str]:
-    """The recipes, or those of one command, each with its description."""
-    return {
-        name: comments.description(file)
-        for name, file in schema.recipes().items()
-        if command is None or schema.read_yaml(file).get("command") == command.verb
-    }
+def _offering_settings(default: str, verbs: Callable[[], Mapping[str, str]] = dict) -> Completer:
+    """A function for Typer that offers the settings of the verb on the line, or else of `default`.
+
+    Before the first setting `verbs` are offered too.
+    """
+
+    def complete(ctx: typer.Context, incomplete: str) -> Answers:
+        from rlpost.catalog import COMMANDS
+
+        words = [*ctx.command_path.split(), *_words(ctx)]
+        command = next(c for word in [*words, default] for c in COMMANDS if c.verb.split()[-1] == word)
+        found = {} if any("=" in word for word in words) else verbs()
+        return _answers(ctx, {**found, **setting_candidates(command, _before(ctx) + incomplete)}, incomplete)
+
+    return complete
 
 
-def _options(group: str) -> dict[str, str]:
-    """The options of a group, each with its description."""
-    return {name: comments.describe(group, name) for name in schema.options(group)}
-
-
-def _settings(command: Command[Any], ctx: typer.Context, incomplete: str, *, within: str = "") -> Answers:
-    given = {word.partition("=")[0] for word in _words(ctx)}
-    found = setting_candidates(command, _before(ctx) + incomplete)
-    offered = {w: about for w, about in found.items() if w.startswith(within) and w.partition("=")[0] not in given}
-    return _answers(ctx, offered, incomplete)
+def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
+    """A key or a group; then a verb and its settings."""
+    complete = complete_settings_of_verb if _words(ctx) else _offering("key", "group")
+    return complete(ctx, incomplete)
 
 
 def _answers(ctx: typer.Context, found: Mapping[str, str], incomplete: str) -> Answers:
@@ -214,5 +148,19 @@ def _before(ctx: typer.Context) -> str:
 
 
 def _words(ctx: typer.Context) -> list[str]:
-    """The settings before the current word."""
+    """The words before the current one, without the verb."""
     return list(ctx.params.get("overrides") or ctx.params.get("words") or [])
+
+
+complete_run = complete_run_or_sweep = _offering("run")
+complete_evaluation = _offering("evaluation")
+complete_shown = _offering("run", "evaluation")
+complete_side = _offering("recipe", "run")
+complete_model = _offering("model", "run")
+complete_env = _offering("env")
+complete_group = _offering("group")
+complete_training = complete_replayed = _offering_settings("grpo")
+complete_sft = _offering_settings("sft")
+complete_eval = _offering_settings("eval", lambda: {"compare": "a verb", "show": "a verb"})
+complete_env_settings = _offering_settings("eval")
+complete_settings_of_verb = _offering_settings("grpo", lambda: _candidates("verb"))

@@ -14,7 +14,7 @@ import typer
 from rlpost.catalog import TRAIN_DISTILL, TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT
 from rlpost.cli.completion import complete_training
 from rlpost.cli.terminal import GREEN, RED, YELLOW, StatusLine, painted, print_json, stdout_on_stderr
-from rlpost.cli.usage import AsJson
+from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
 from rlpost.output import output_aside, where_it_leads
 from rlpost.text import counted, printable
@@ -32,7 +32,10 @@ EXAMPLES = """\
   rlpost doctor distill teacher=runs/my-run
 """
 
+app = App()
 
+
+@app.command("doctor", examples=EXAMPLES)
 def doctor(
     words: Annotated[
         list[str] | None,

@@ -94,13 +94,17 @@ class EvalVerb(VerbWithVerbs):
     @cached_property
     def below(self) -> dict[str, TyperCommand]:
         """See `VerbWithVerbs.below`."""
-        app = App(add_completion=False)
+        app = App()
         app.command("compare", examples=COMPARE_EXAMPLES, short_help=COMPARE_SHORT)(compare)
         app.command("show", examples=SHOW_EXAMPLES, short_help=SHOW_SHORT)(show)
         group: Any = typer.main.get_command(app)
         return dict(group.commands)
 
 
+app = App()
+
+
+@app.command("eval", cls=EvalVerb, examples=EXAMPLES)
 def evaluate(
     context: typer.Context,
     overrides: Annotated[

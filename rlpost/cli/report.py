@@ -9,7 +9,7 @@ import typer
 
 from rlpost.cli.completion import complete_run_or_sweep
 from rlpost.cli.terminal import print_json
-from rlpost.cli.usage import AsJson
+from rlpost.cli.usage import App, AsJson
 from rlpost.config.paths import PAGE
 from rlpost.text import counted, printable, readable
 
@@ -20,7 +20,10 @@ EXAMPLES = """\
   rlpost report my-sweep           its runs on one page, in its folder
 """
 
+app = App()
 
+
+@app.command("report", examples=EXAMPLES)
 def report(
     runs: Annotated[
         list[str] | None,

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rlpost.catalog import COMMANDS, TRAIN_GRPO
 from rlpost.cli.completion import complete_settings_of_verb
 from rlpost.config.other_words import NOT_HERE, answers
-from rlpost.config.paths import RUNS, is_run_folder
-from rlpost.config.schema import groups_of, options
 from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, nearest
 
@@ -23,7 +19,6 @@ OVERRIDES_HELP = (
     "A key (steps=20), an option (env=gsm8k) or a file of them (recipe=NAME). "
     "rlpost config explain prints every key, rlpost config list every option and recipe."
 )
-SECTIONS = TRAIN, LOOK, PREPARE = "Train and try", "Look at runs", "Choose and prepare"  # of rlpost --help
 MULTIRUN_HELP = "Run once for each combination of several values: optim.lr=1e-5,3e-5 seed=0,1."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")]
 Words = Annotated[
@@ -64,52 +59,57 @@ class VerbWithVerbs(Verb):
         first = args[0] if args else ""
         if first in self.below:
             return self.below[first].make_context(f"{info_name} {first}", args[1:], parent=parent, **extra)
-        meant = nearest(first, self.below) if first.isalpha() and not extra.get("resilient_parsing") else None
-        if meant is not None and not is_run_folder(RUNS / first):
-            raise ConfigError(f"rlpost {info_name} has no verb {first}{did_you_mean(f'rlpost {info_name} {meant}')}")
+        if first.isalnum() and not extra.get("resilient_parsing"):
+            path, near = f"rlpost {info_name}", nearest(first, self.below)
+            if meant := answers("old_verbs").get(f"{info_name}.{first}") or (near and f"{path} {near}"):
+                raise ConfigError(f"{path} has no verb {first}{did_you_mean(meant)}")
         return super().make_context(info_name, args, parent=parent, **extra)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)
-        with formatter.section("Verbs"):
-            formatter.write_dl([(name, verb.get_short_help_str(100)) for name, verb in self.below.items()])
+        _write_verbs(self.below, formatter)
 
 
 class Verbs(TyperGroup):
-    """A group of verbs that lists them by section, and answers an unknown one with the nearest."""
+    """A group of verbs that answers an unknown one with the nearest.
+
+    The verbs of `more`, modules of rlpost.cli, are loaded when one is named that the group does not have yet.
+    """
+
+    more: Sequence[str] = ()
+
+    @property
+    def below(self) -> dict[str, Any]:
+        """All its verbs by name, loaded."""
+        context = typer.Context(self)
+        return {name: self.get_command(context, name) for name in self.list_commands(context)}
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        while cmd_name not in self.commands and self.more:
+            first, *self.more = self.more
+            self.commands.update(typer.main.get_group(import_module(f"rlpost.cli.{first}").app).commands)
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self.get_command(ctx, "")
+        return super().list_commands(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
             raise ConfigError(_unknown_verb(self, ctx, args))
         return super().resolve_command(ctx, args)
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """By section, and those with verbs of their own first."""
-        order = {title: number for number, title in enumerate(SECTIONS)}
-
-        def place(name: str) -> tuple[int, bool]:
-            verb = self.commands[name]
-            return order.get(_section(verb), len(order)), not isinstance(verb, TyperGroup)
-
-        return sorted(self.commands, key=place)
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        width = max(map(len, self.commands))
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for name in self.list_commands(ctx):
-            verb = self.commands[name]
-            row = (name.ljust(width), verb.get_short_help_str(formatter.width - width - 6))
-            sections.setdefault(_section(verb), []).append(row)
-        for title, rows in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+        _write_verbs(self.below, formatter)
 
 
 class App(typer.Typer):
     """Verbs of rlpost: with `Verbs` for the group and `Verb` for each, and plain text for help."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, **settings)
+    def __init__(self, *, cls: type[TyperGroup] = Verbs, add_completion: bool = False, **settings: Any) -> None:
+        super().__init__(
+            cls=cls, add_completion=add_completion, no_args_is_help=True, rich_markup_mode=None, **settings
+        )
 
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = Verb, examples: str = "", **settings: Any
@@ -117,15 +117,6 @@ class App(typer.Typer):
         if examples:
             settings["epilog"] = f"\b\nExamples:\n{examples}"
         return super().command(name, cls=cls, **settings)
-
-
-def command_of(root: Any, arguments: Sequence[str]) -> Any:
-    """The verb that a command line is for, or the group where it names none."""
-    command = root
-    for word in arguments:
-        if isinstance(command, TyperGroup):
-            command = command.commands.get(word, command)
-    return command
 
 
 def is_argument(parameter: Any) -> bool:
@@ -142,53 +133,26 @@ def as_typed(parameter: Any) -> str:
     return word if parameter.nargs == 1 else f"{word}..."
 
 
-def _section(verb: Any) -> str:
-    return getattr(verb, "rich_help_panel", None) or "Verbs"
+def _write_verbs(verbs: Mapping[str, Any], formatter: Any) -> None:
+    with formatter.section("Verbs"):
+        formatter.write_dl([(name, verb.get_short_help_str(100)) for name, verb in verbs.items()])
 
 
-def _unknown_verb(group: TyperGroup, context: Any, words: Sequence[str]) -> str:
+def _unknown_verb(group: Verbs, context: Any, words: Sequence[str]) -> str:
     word, path = words[0], context.command_path
     verbs = group.list_commands(context)
     if "=" in word:
         return f"{path} needs a verb before {word}: {' or '.join(f'{path} {verb}' for verb in verbs)}"
-    is_general = path in ("rlpost", "rlpost train")
-    answer = answers("verbs").get(word.lower(), "")
-    if answer.startswith(NOT_HERE) and is_general:
-        return f"{path} has no verb {word}: {_of_run(answer.removeprefix(NOT_HERE), words[1:])}"
-    flags = [name for parameter in group.params for name in parameter.opts]
-    elsewhere = (other for other in _paths(context.find_root().command, "rlpost") if other.endswith(f" {word}"))
-    near = nearest(word, verbs)
-    if answer.partition(" ")[0] in (*verbs, *flags, "--help"):
-        meant = f"{path} {answer}"
-    elif answer and is_general:
-        meant = f"rlpost {answer}"
-    else:
-        meant = (_training_with(word) if is_general else None) or next(elsewhere, None) or (near and f"{path} {near}")
+    full = ".".join([*path.split()[1:], word])
+    meant = answers("old_verbs").get(full) or answers("verbs").get(word.lower(), "")
+    if meant.startswith(NOT_HERE):
+        return f"{path} has no verb {word}: {meant.removeprefix(NOT_HERE)}"
+    alike = [full for full in _paths(context.find_root().command, "rlpost") if full.endswith(f" {word}")]
+    near = [f"{path} {verb}" for verb in [nearest(word, verbs)] if verb]
     known = f"it has {', '.join(verbs)}" + ("; a plugin's needs plugin=FILE.py" if path == "rlpost train" else "")
-    return f"{path} has no verb {word}{did_you_mean(meant, known)}"
-
-
-def _of_run(answer: str, behind: Sequence[str]) -> str:
-    """rlpost's answer to a verb of another tool, of the run that is named behind it if there is any."""
-    from rlpost.runs.reader import command_of as command_of_run
-
-    named = next((word for word in behind if not word.startswith("-")), "NAME")
-    run = Path(named) if "/" in named else RUNS / named
-    return answer.format(run=shlex.quote(str(run)), verb=(command_of_run(run) or TRAIN_GRPO).verb)
-
-
-def _training_with(loss: str) -> str | None:
-    """The training that has a loss of this name, for `rlpost train dapo`; None for no loss and for a verb's name."""
-    if any(command.verb.endswith(f" {loss}") for command in COMMANDS):
-        return None
-    owner = next((c for c in COMMANDS if "loss" in groups_of(c.settings) and loss in options("loss", c)), None)
-    return f"rlpost {owner.verb} loss={loss}" if owner is not None else None
+    return f"{path} has no verb {word}{did_you_mean(meant or next(iter([*alike, *near]), None), known)}"
 
 
 def _paths(command: Any, path: str) -> list[str]:
     """The full words of every verb below `command`."""
-    if isinstance(command, VerbWithVerbs):
-        return [path, *(f"{path} {name}" for name in command.below)]
-    if not isinstance(command, TyperGroup):
-        return [path]
-    return [path, *(p for name, inner in command.commands.items() for p in _paths(inner, f"{path} {name}"))]
+    return [path, *(p for name, verb in getattr(command, "below", {}).items() for p in _paths(verb, f"{path} {name}"))]

@@ -6,20 +6,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config import comments, schema
-from rlpost.config.other_words import NOT_HERE, answers, ends_of, meant_by
+from rlpost.config import schema
+from rlpost.config.other_words import NOT_HERE, answers
 from rlpost.config.overrides import Override, error_at, parse_value, shown
-from rlpost.config.paths import DATA_FILES, HUB_ID, RUNS
+from rlpost.config.paths import DATA_FILES
 from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, nearest, nearest_key, one_typo_away
-
-NOT_KNOWN = "not known here"
-_QUALIFIED = 2  # a key is named with its options if there are at most this many
 
 
 @dataclass(frozen=True)
@@ -29,210 +25,101 @@ class Vocabulary:
     command: Command[Any]
     keys: Mapping[str, schema.Key]
     choices: Mapping[str, str]
+    flags: Sequence[str] = ()
 
     @classmethod
-    def by_default(cls, command: Command[Any]) -> Vocabulary:
+    def by_default(cls, command: Command[Any], flags: Sequence[str] = ()) -> Vocabulary:
         """The words of `command` where nothing is chosen."""
         choices = schema.default_choices(command)
         classes = {group: kind for group, option in choices.items() if (kind := schema.class_of(group, option))}
-        return cls(command, schema.keys_under(command, classes), choices)
-
-    @cached_property
-    def everywhere(self) -> dict[str, list[str]]:
-        """The keys under any choices, each with the options that have it."""
-        return schema.all_keys(self.command)
+        return cls(command, schema.keys_under(command, classes), choices, flags)
 
     @cached_property
     def names(self) -> list[str]:
         """All keys and groups; the keys that the chosen options have come first."""
-        return [*self.keys, *schema.groups_of(self.command.settings), *self.everywhere]
+        return [*self.keys, *schema.groups_of(self.command.settings), *schema.all_keys(self.command)]
 
     def refusal(self, unknown: Sequence[Override], before: str = "") -> ConfigError:
-        """The error for unknown settings and options: one, or all at once in a message begun by `before`."""
-        if len(unknown) > 1 or before:
-            return ConfigError(several([(each, self.instead_of(each)) for each in unknown], self.command, before))
-        [one] = unknown
-        return error_at(one, self.wrong_option(one) if one.key in self.choices else self.unknown_key(one))
+        """The error for unknown settings, options and flags: one, or all at once in a message begun by `before`."""
+        if len(unknown) == 1 and not before:
+            return error_at(unknown[0], self.complaint(unknown[0]))
+        begin = f"{before}rlpost {self.command.verb} does not know {len(unknown)} of these settings; write instead:"
+        answered = [(each, f"{shown(each.key)}: {self.instead_of(each) or 'not known here'}") for each in unknown]
+        lines = [f"  {error_at(each, answer)}" for each, answer in answered]
+        return ConfigError("\n".join([begin, *lines, f"rlpost config explain {self.command.verb} prints all settings"]))
 
-    def unknown_key(self, override: Override) -> str:
-        """The message for a key that is none of `keys`."""
-        what, reason, meant = self.unknown(override)
-        otherwise = "" if reason else f"see rlpost config show {self.command.verb}"
-        why = f": {reason.removeprefix(NOT_HERE)}" if reason else ""
-        return f"{shown(override.key)} {what}{why}{did_you_mean(meant, otherwise)}"
-
-    def wrong_option(self, override: Override) -> str:
-        """The message for an option that the command cannot choose: it belongs to others, or nobody has it."""
-        known = schema.options(override.key, self.command)
-        if override.text not in schema.options(override.key):
-            return unknown_option(override, known)
-        others = ", ".join(f"rlpost {other.verb}" for other in schema.commands_of(override.key, override.text))
-        return f"{override} is for {others}; rlpost {self.command.verb} takes one of {', '.join(known)}"
-
-    def instead_of(self, override: Override) -> str:
-        """One row of a list: the setting to write instead of an unknown one, or why rlpost has none."""
-        if override.key in self.choices:
-            return self.wrong_option(override).removeprefix(f"{override} ").removeprefix("is unknown; ")
-        if override.text == schema.NULL:
-            return "leave it out, it has no value"
-        _, reason, meant = self.unknown(override)
-        return self.written(meant, override) if meant else reason or NOT_KNOWN
-
-    def equivalent_setting(self, override: Override) -> str | None:
-        """The setting for one of another tool, or for rlpost's own in another group; None if there is none.
-
-        `optim.lr` for `actor.optim.lr`, `tracking=wandb` for `report_to=wandb`, `sampling.temperature` for
-        `loss.temperature`. Begins with `NOT_HERE` if rlpost has nothing of the kind.
-        """
-        *dotted, last = ends_of(override.key)
-        meant = meant_by(override.key) or ""
+    def complaint(self, given: Override) -> str:
+        """The message for one unknown key, option or flag."""
+        meant, verb = self.meant(given), self.command.verb
+        what, otherwise = f"{shown(given.key)} is not a setting of rlpost {verb}", f"see rlpost config show {verb}"
+        if given.key in self.choices:
+            known = ", ".join(schema.options(given.key, self.command))
+            what, otherwise = f"{given} is unknown", f"it is one of {known}"
         if meant.startswith(NOT_HERE):
-            return meant
-        if end := next((end for end in dotted[1:] if end in self.names), None):
-            return end
-        is_exact = any(end in answers("settings") for end in dotted) or self._option(override.text, meant)
-        if not is_exact and (named := _of_that_name(last, self.names, least=1)):
-            return named
-        for alternative in meant.split(" | "):
-            if alternative.startswith(NOT_HERE):
-                return alternative
-            names, bracket, remark = alternative.partition(" (")
-            words = [word for word in names.split() if word.partition("=")[0] in self.names or self._is_flag(word)]
-            if len(words) > 1:  # with its meaning, each tells itself from the others
-                docs = comments.docs_of(self.command.settings)
-                choices = [f"{word} ({docs[word].partition(';')[0]})" if word in docs else word for word in words]
-                return " or ".join([", ".join(choices[:-1]), choices[-1]])
-            if words:
-                return f"{self._with_value(words[0], override.text)}{bracket}{remark}"
-        return None
+            return f"{what}: {meant.removeprefix(NOT_HERE)}"
+        others = " (any other: model.path=OWNER/NAME of the hub, or a folder)" if given.key == "model" else ""
+        return f"{what}{did_you_mean(meant or None, otherwise)}{others}"
 
-    def unknown(self, override: Override) -> tuple[str, str, str | None]:
-        """For an unknown key: the complaint, its reason if known, and a suggested key or None."""
-        key, nothing = override.key, f"is not a setting of rlpost {self.command.verb}"
-        if inside := [name for name in self.keys if name.startswith(f"{key}.")]:
-            values = {name: self.keys[name].choices for name in inside} | {f"{key}.enabled": ["true", "false"]}
-            takes = [name for name in inside if override.text in values[name]]
-            meant = f"{takes[0]}={override.text}" if len(takes) == 1 else None
-            return "is a group of settings", f"set {', '.join(inside)}", meant
-        if key == "recipe":
-            return "is not a setting but a file of them", "rlpost config list prints the recipes", None
-        if owners := self.everywhere.get(key):
-            group = key.partition(".")[0]
-            return f"is not a setting of {group}={self.choices[group]}", f"it belongs to {' and '.join(owners)}", None
-        equivalent = self.equivalent_setting(override)
-        if equivalent is not None and equivalent.startswith(NOT_HERE):
-            return nothing, equivalent, None
-        for other in COMMANDS:
-            if key in schema.all_keys(other) or key in schema.groups_of(other.settings):
-                return nothing, f"it belongs to rlpost {other.verb}", equivalent
-        candidates = [*self.names, "recipe"]
-        near = _of_that_name(key, candidates) or one_typo_away(key, candidates) or equivalent
-        if near is None and meant_by(key):
-            for other in COMMANDS:
-                if elsewhere := Vocabulary.by_default(other).equivalent_setting(override):
-                    return nothing, f"{NOT_HERE}{elsewhere} belongs to rlpost {other.verb}", None
-        return nothing, "", near or nearest_key(key, candidates)
-
-    def written(self, meant: str, override: Override) -> str:
-        """The suggested word, with the given value if the suggested key accepts it; in a file as lines of it."""
-        name, equals, _ = meant.partition("=")
-        if equals and override.text == "false":  # lora.enabled=false of use_peft=false
-            meant = name
-        if (key := self.keys.get(meant)) is not None and override.text:
+    def instead_of(self, given: Override) -> str:
+        """As `meant`, with the value where it fits."""
+        meant = self.meant(given)
+        if given.key in self.choices and meant in schema.options(given.key):
+            return f"{given.key}={meant}"
+        if meant in self.keys:
             with suppress(ConfigError):
-                parse_value(key, override.text)
-                meant = f"{meant}={shown(override.text)}"
-                if not override.source:
-                    return shlex.quote(meant)
-        if override.source and meant.startswith("--"):
-            return f"{meant}, on the command line"
-        words = meant.split()
-        if not override.source or not all("=" in word for word in words):
-            return meant
-        return ", ".join(word.replace("=", ": ", 1) for word in words)
+                parse_value(self.keys[meant], given.text)
+                return shlex.quote(f"{meant}={shown(given.text)}")
+        return meant
 
-    def _with_value(self, word: str, text: str) -> str:
-        """A key or group as one types it: with the given option, or with the option that has the key."""
-        is_file = text.endswith(DATA_FILES)
-        if option := self._option(text, word):
-            return f"{word}={option}"
-        if (word == "env.path" and word not in self.keys) or (word == "env" and is_file):
-            return f"env=dataset env.path={shown(text) if is_file or HUB_ID.fullmatch(text) else 'FILE'}"
-        owners = self.everywhere.get(word, [])
-        if owners and word not in self.keys and len(owners) <= _QUALIFIED:
-            return f"{word} of {' or '.join(owners)}"
-        return word
+    def meant(self, given: Override) -> str:
+        """The option, the key or the settings to write instead; why there is none, after `NOT_HERE`; or nothing."""
+        key, owners = given.key, schema.all_keys(self.command)
+        if key.startswith("-"):
+            flag = answers("flags").get(key) or one_typo_away(key, self.flags)
+            return flag or self.instead_of(Override(key.lstrip("-").replace("-", "_"), given.text))
+        if key in self.choices:
+            return self._option(key, given.text)
+        if key in owners:
+            return key if key in self.keys else f"{NOT_HERE}it belongs to {' and '.join(owners[key])}"
+        parts = key.lower().replace("-", "_").split(".")
+        ends = [".".join(parts[i:]) for i in range(len(parts))]  # actor.optim.lr, optim.lr, lr
+        table, names = answers("settings"), [*self.names, "recipe"]
+        others = [table[end] for end in ends if end in table]
+        verbs = [c.verb for c in COMMANDS if key in (*schema.all_keys(c), *schema.groups_of(c.settings))]
+        alike = [name for name in names if f".{name}".endswith(f".{ends[-1]}") or name.startswith(f"{key}.")]
+        guesses = [
+            *(table[part] for part in parts if table.get(part, "").startswith(NOT_HERE)),
+            *(end for end in ends if end in self.names),
+            *(self._in_our_words(other, given.text) for other in others),
+            *(f"{NOT_HERE}it belongs to rlpost {verb}" for verb in verbs),
+            one_typo_away(key, names),
+            " or ".join(dict.fromkeys(alike)),
+            *(f"{NOT_HERE}other verbs have {other} for it" for other in others),
+            nearest_key(key, names),
+        ]
+        return next(filter(None, guesses), "")
 
-    def _option(self, text: str, group: str) -> str | None:
-        """The option of a group that has this name here or in another tool; None where `group` is none."""
-        known = schema.options(group, self.command) if group in self.choices else []
-        return next((name for name in (text, answers("options").get(text.lower())) if name in known), None)
+    def _in_our_words(self, other: str, text: str) -> str:
+        """The first alternative of an answer to another tool's key that the command has; nothing if it has none."""
+        value = "..." if text[:1] in ("", "[") else shown(text)
+        for alternative in other.split(" | "):
+            words, bracket, remark = alternative.partition(" (")
+            ours = [each for each in words.split(" or ") if each[:2] == "--" or each.partition("=")[0] in self.names]
+            if ours or alternative.startswith(NOT_HERE):
+                return (" or ".join(ours) or words).replace("{}", value) + bracket + remark
+        return ""
 
-    def _is_flag(self, word: str) -> bool:
-        return word in ("--out", "--name") or (word == "--resume" and self.command.verb.startswith("train "))
-
-
-def unknown_option(override: Override, known: Sequence[str]) -> str:
-    """The message for an option that no command has."""
-    return f"{override.key}={shown(override.text)} is unknown{_instead_of_option(override.key, override.text, known)}"
-
-
-def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before: str = "") -> str:
-    """The message for several unknown words: each with its answer and, in a file, its line number.
-
-    The message begins with `before`, or with the file if `before` is empty.
-    """
-    groups = schema.groups_of(command.settings)
-    file = next((override.source.rpartition(", line ")[0] for override, _ in rows if override.source), "")
-    names = [str(override) if override.key in groups else shown(override.key) for override, _ in rows]
-    lines = [override.source.rpartition(", ")[2] for override, _ in rows]
-    width, of_line = max(map(len, names)), max(map(len, lines))
-    answered = [
-        f"  {line:<{of_line}}{'  ' if of_line else ''}{name:<{width}}  {answer}"
-        for line, name, (_, answer) in zip(lines, names, rows, strict=True)
-    ]
-    begin = before or (f"{file}: " if file else "")
-    header = f"{begin}rlpost {command.verb} does not know {len(rows)} of these settings; write instead:"
-    return "\n".join([header, *answered, f"rlpost config explain {command.verb} prints every setting"])
-
-
-def _instead_of_option(group: str, text: str, known: Sequence[str]) -> str:
-    """The rest of the message about an option that nobody has: the one meant, or why there is nothing of the kind."""
-    near, one_of = _near_option(text, known), f"it is one of {', '.join(known)}"
-    answer = answers("options").get(text.lower(), "")
-    if text.startswith("["):
-        return "; it takes one option, not a list"
-    if "," in text:
-        return "; it takes one option: add -m to run the command once for each of several"
-    if group == "loss" and answer.startswith(NOT_HERE):
-        return f": {answer.removeprefix(NOT_HERE)}; {one_of}"
-    if group == "env" and text.endswith(".py"):
-        return f"; write plugin={shown(text)} env=NAME"
-    if group == "env" and text.endswith(DATA_FILES):
-        return f"; write env=dataset env.path={shown(text)}"
-    if group == "env" and "/" in text:
-        named = _near_option(text.rpartition("/")[2], known)
-        return did_you_mean(f"{f'env={named} or ' if named else ''}env=dataset env.path={shown(text)}")
-    if group != "model":
-        return did_you_mean(near, one_of)
-    if text and (RUNS / text).is_dir():
-        return did_you_mean(f"model={RUNS / text}")
-    models = answers("models")
-    family = max((name for name in models if text.lower().startswith(name)), key=len, default=None)
-    is_typo = near is not None and "-" in near and SequenceMatcher(None, text.lower(), near).ratio() > 0.8
-    meant = f"model.path={models[family]}" if family and not is_typo and answer not in known else near
-    return f"{did_you_mean(meant, one_of)} (any other: model.path=OWNER/NAME of the hub, or a folder)"
-
-
-def _near_option(text: str, known: Sequence[str]) -> str | None:
-    """The option that was probably meant: misspelt, named so in another tool, or longer than ours, qwen3 for qwen."""
-    lowered = text.lower()
-    other = answers("options").get(lowered)
-    begun = max((name for name in known if lowered.startswith(name)), key=len, default=None)
-    return (other if other in known else None) or one_typo_away(text, known) or begun or nearest(text, known)
-
-
-def _of_that_name(word: str, keys: Sequence[str], least: int = 2) -> str | None:
-    """The keys whose last part is `word`, if there are `least` of them: `model.path or env.path` for `path`."""
-    named = list(dict.fromkeys(key for key in keys if f".{key}".endswith(f".{word}")))
-    return " or ".join(named) if len(named) >= least else None
+    def _option(self, group: str, text: str) -> str:
+        """The option of `group` to write instead of an unknown one; or settings, a reason or nothing as in `meant`."""
+        known = schema.options(group, self.command)
+        if text in schema.options(group):
+            verbs = [f"rlpost {each.verb}" for each in schema.commands_of(group, text)]
+            return text if text in known else f"{NOT_HERE}it is for {', '.join(verbs)}"
+        if "," in text:
+            return f"{NOT_HERE}it takes one option; add -m to run the command once for each of several"
+        if group == "env" and ("/" in text or text.endswith((*DATA_FILES, ".py"))):
+            return f"plugin={shown(text)} env=NAME" if text.endswith(".py") else f"env=dataset env.path={shown(text)}"
+        words = {name: name for name in known}
+        words |= {word: meant for word, meant in answers("options").items() if meant in known or "=" in meant}
+        begun = max((word for word in words if len(word) > 3 and text.lower().startswith(word)), key=len, default="")
+        return words.get(text.lower()) or one_typo_away(text, known) or words.get(begun) or nearest(text, known) or ""

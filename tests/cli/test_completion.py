@@ -73,9 +73,10 @@ def test_an_error_in_an_unfinished_line_is_silent(ask: Ask) -> None:
 
 def test_a_verb_before_its_settings_is_offered_word_by_word(ask: Ask) -> None:
     _, out = ask("rlpost config show train ")
-    assert [line.split()[0] for line in out.splitlines()] == ["grpo", "sft", "dpo", "expert-iteration", "distill"]
+    assert [line.split()[0] for line in out.splitlines()][:5] == ["grpo", "sft", "dpo", "expert-iteration", "distill"]
     for line, offered in {
         "rlpost config explain optim.lr eval model.dev": "model.device=\t",
         "rlpost runs compare gsm8k-q": "gsm8k-qwen0.5b-gpu\t",
+        "rlpost doctor sft packi": "packing=\t",
     }.items():
         assert ask(line)[1].startswith(offered)

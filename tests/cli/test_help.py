@@ -14,7 +14,10 @@ import typer
 
 import rlpost
 from rlpost.catalog import COMMANDS
+from rlpost.cli.main import VERBS as VERBS_OF_RLPOST
 from rlpost.cli.main import app, run
+from rlpost.cli.usage import Verbs
+from rlpost.config.other_words import answers
 from rlpost.config.schema import all_keys
 
 # a starter's, a beginning, files
@@ -24,16 +27,11 @@ NOT_KEYS = ("env.numbers", "env.highest", "eval.stop_at_", "tracking.json", "rep
 def verbs_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[list[str], Any]]:
     """The words of every verb, and the verb."""
     yield list(path), command
-    for name, inner in below(command).items():
+    for name, inner in getattr(command, "below", {}).items():
         yield from verbs_of(inner, [*path, name])
 
 
-def below(command: Any) -> dict[str, Any]:
-    """The verbs of a group, or of a verb that has some of its own."""
-    return getattr(command, "commands", None) or getattr(command, "below", {})
-
-
-TREE = typer.main.get_command(app)
+TREE: Any = typer.main.get_command(app)
 VERBS = [path for path, _ in verbs_of(TREE)]
 LEAVES = [(path, verb) for path, verb in verbs_of(TREE) if not hasattr(verb, "commands")]
 
@@ -64,6 +62,23 @@ def test_every_argument_and_option_says_what_it_is(path: list[str], verb: Any) -
     assert [p.name for p in verb.params if not p.help] == []
 
 
+def exists(line: str) -> bool:
+    """Whether a command line names a verb that exists."""
+    words, command = line.split()[1:], TREE
+    while words and words[0] in getattr(command, "below", {}):
+        command = command.below[words.pop(0)]
+    return command is not TREE and not (words and words[0].islower() and isinstance(command, Verbs))
+
+
+def test_an_old_verb_is_answered_with_one_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    for old, new in answers("old_verbs").items():
+        if not exists(f"rlpost {old.replace('.', ' ')}"):
+            assert run(old.split(".")) == 2
+            assert new in capsys.readouterr().err
+            assert exists(new), new
+            assert unknown_flags(new.partition(" (")[0]) == set()
+
+
 def examples() -> list[str]:
     """Every command line that a help text shows."""
     epilogs = [verb.epilog or "" for _, verb in verbs_of(TREE)]
@@ -75,8 +90,8 @@ def unknown_flags(line: str) -> set[str]:
     """The flags of a command line that its verb does not have."""
     words = line.split()[1:]
     command: Any = TREE
-    while words and words[0] in below(command):
-        command = below(command)[words.pop(0)]
+    while words and words[0] in getattr(command, "below", {}):
+        command = command.below[words.pop(0)]
     known = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
     return {word for word in words if re.match("--?[a-z]", word)} - known if command is not TREE else set()
 
@@ -84,7 +99,7 @@ def unknown_flags(line: str) -> set[str]:
 @pytest.mark.parametrize("line", examples())
 def test_every_example_names_verbs_and_flags_that_exist(line: str) -> None:
     words = shlex.split(line.partition(" > ")[0].partition("  ")[0])
-    assert words[1].startswith("-") or words[1] in getattr(TREE, "commands", {})
+    assert words[1].startswith("-") or words[1] in VERBS_OF_RLPOST
     assert unknown_flags(shlex.join(words)) == set()
 
 
@@ -115,6 +130,8 @@ def test_verbs_stand_in_sections_and_training_comes_first(capsys: pytest.Capture
     titles = [number for number, line in enumerate(lines) if line.endswith(":") and not line.startswith(" ")]
     assert len(titles) == 4  # the options come first
     assert [lines[number + 1].split()[0] for number in titles[1:]] == ["train", "runs", "config"]
+    groups = {name: verb.help for name, verb in TREE.below.items() if isinstance(verb, Verbs)}
+    assert groups == {name: VERBS_OF_RLPOST[name].help for name in groups}
 
 
 @pytest.mark.parametrize("path", [[], ["train"], ["config"]], ids=" ".join)

@@ -63,19 +63,12 @@ HINTS = {
         train grpo model.path=x/{LONG}
         train grpo --name {LONG}
         train grpo model.path={LONG}
-        train grpo env=dataset env.path=rows.jsonl env.reward={LONG}.py:score
-        train grpo --out {LONG}
         eval eval.limit=50
         eval show2
         eval sweep/lr-1
-        eval compare {LONG} b
-        config init {LONG}.yaml
         resume first
-        resume tuned
-        resume
         merge first
         serve first
-        serve elsewhere/first
         generate first
         evaluate first
         finetune
@@ -97,9 +90,8 @@ def placed() -> None:
     Path("short.gguf").write_bytes(b"GGUF\x03\0\0\0")
     for name in ("notes.txt", "plan.yaml", "roww.py"):
         Path(name).touch()
-    for name in ("mine", "show2", "sweep/lr-1", "tuned"):
+    for name in ("mine", "show2", "sweep/lr-1"):
         Path("runs", name, "checkpoints").mkdir(parents=True)
-    Path("runs/tuned/command.txt").write_text("rlpost train sft --name tuned\n")
 
 
 @pytest.mark.parametrize("code", HINTS)
@@ -148,6 +140,6 @@ def test_all_lines_of_another_tools_file_are_answered_at_once(rlpost: CommandLin
         Path("axolotl.yaml").write_text(above + AXOLOTL)
         out = rlpost("train sft recipe=axolotl.yaml", 2)
         assert out == ""
-        numbers = [int(number) for number in re.findall(r"(?m)^ +line (\d+)", rlpost.err)]
+        numbers = [int(number) for number in re.findall(r"line (\d+)", rlpost.err)]
         assert numbers == [number + bool(above) for number in (1, 2, 5, 6, 7, 8, 10)]
         says("train", rlpost.err)

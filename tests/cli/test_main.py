@@ -14,7 +14,7 @@ import yaml
 
 from rlpost import __version__
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.cli.main import run
+from rlpost.cli.main import VERBS, run
 from rlpost.config.compose import compose
 from rlpost.config.schema import options
 from rlpost.errors import ConfigError, DataError, DivergedError, PolicyError, RlpostError
@@ -155,17 +155,14 @@ def test_lists_name_options_recipes_and_environments(rlpost: CommandLine) -> Non
     assert [line.split()[0] for line in rlpost.lines("env list")] == list(options("env"))
 
 
-def test_help_starts_at_once_and_imports_nothing_heavy() -> None:
-    program = (
-        "import sys, time, rlpost.cli.main\n"
-        "heavy = ('torch', 'transformers', 'vllm', 'datasets', 'hydra', 'omegaconf', 'rich')\n"
-        "print([m for m in heavy if m in sys.modules])\n"
-        "print(time.process_time())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    heavy, seconds = done.stdout.splitlines()
-    assert heavy == "[]"
-    assert float(seconds) < 3  # of this process alone, whatever else the machine does; 0.1 s where it is fast
+@pytest.mark.parametrize(("line", "verbs"), [("--help", []), ("runs list", ["runs"])])
+def test_a_verb_is_loaded_when_it_is_named(line: str, verbs: list[str]) -> None:
+    program = "import sys\nfrom rlpost.cli.main import run\nrun(sys.argv[1:])\nprint(*sys.modules)\n"
+    command = [sys.executable, "-c", program, *line.split()]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split()
+    assert {"torch", "transformers", "vllm", "datasets", "hydra", "omegaconf", "rich"}.isdisjoint(modules)
+    assert [verb for verb in (*VERBS, "compare", "again") if f"rlpost.cli.{verb}" in modules] == verbs
+    assert ("rlpost.catalog" in modules) <= (verbs != [])
 
 
 def test_the_program_exits_with_the_code_and_a_plain_message() -> None:

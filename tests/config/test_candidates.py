@@ -45,7 +45,6 @@ def test_every_key_of_every_option_is_offered(command: Command) -> None:
 
 def test_runs_are_models(here: Path) -> None:
     (here / "runs" / "mine" / "checkpoints").mkdir(parents=True)
-    (here / "runs" / "no-run").mkdir()
     assert offered("model=run") == ["model=runs/mine"]
     assert "model=runs/mine" in offered("model=")
 

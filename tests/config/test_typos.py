@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.catalog import CHOICES, COMMANDS, Command
+from rlpost.catalog import COMMANDS, Command
 from rlpost.cli.main import run
 from rlpost.config.other_words import NOT_HERE, answers
 from rlpost.config.overrides import Override
@@ -26,7 +26,7 @@ from rlpost.config.schema import (
     options,
     recipes,
 )
-from rlpost.config.unknown import Vocabulary, unknown_option
+from rlpost.config.unknown import Vocabulary
 from rlpost.errors import ConfigError
 from tests.says import Says
 
@@ -79,7 +79,7 @@ def key_typos(command: Command[Any], sampled: random.Random) -> Iterator[tuple[s
                 made = [*typos(word, sampled), *misplaced(word, groups)]
                 for typo in sampled.sample(made, -(-len(made) // 8)):  # all of them take half a minute
                     if typo not in valid and not any(name.startswith(f"{typo}.") for name in names):
-                        yield typo, words.unknown_key(Override(typo, "1")), word
+                        yield typo, words.complaint(Override(typo, "1")), word
     assert asked >= {*all_keys(command), *groups}
 
 
@@ -90,12 +90,13 @@ def misplaced(key: str, groups: Sequence[str]) -> list[str]:
 
 
 def option_typos(sampled: random.Random) -> Iterator[tuple[str, str, str]]:
-    for group in CHOICES:
-        known = options(group)
-        for option in known:
-            for typo in typos(option, sampled):
-                if typo not in known:
-                    yield f"{group}={typo}", unknown_option(Override(group, typo), known), option
+    for command in COMMANDS:
+        words = Vocabulary.by_default(command)
+        for group in words.choices:
+            for option in options(group, command):
+                for typo in typos(option, sampled)[::6]:
+                    if typo not in options(group):
+                        yield f"{group}={typo}", words.complaint(Override(group, typo)), option
 
 
 def recipe_typos(sampled: random.Random) -> Iterator[tuple[str, str, str]]:
@@ -162,7 +163,7 @@ OTHER_WORDS = {
 def answer(command: Command[Any], word: str) -> str:
     """The answer to a word of another tool."""
     key, _, text = word.partition("=")
-    return Vocabulary.by_default(command).unknown_key(Override(key, text))
+    return Vocabulary.by_default(command).complaint(Override(key, text))
 
 
 def test_words_of_other_tools_lead_to_the_word_here(says: Says) -> None:
@@ -180,7 +181,7 @@ def test_every_word_of_the_table_leads_somewhere(command: Command[Any]) -> None:
             assert {meant.partition("=")[0] for meant in re.split(", | or ", told)} <= known
     given = [each for answer in answers("settings").values() for each in answer.split(" | ")]
     given = [each for each in given if not each.startswith(NOT_HERE)]
-    used = {meant.partition("=")[0] for each in given for meant in each.partition(" (")[0].split()}
+    used = {meant.partition("=")[0] for each in given for meant in re.split(" or | ", each.partition(" (")[0])}
     keys = {key for c in COMMANDS for key in (*all_keys(c), *groups_of(c.settings))}
     assert used <= {"--out", "--name", "--resume"} | keys
 
@@ -188,23 +189,19 @@ def test_every_word_of_the_table_leads_somewhere(command: Command[Any]) -> None:
 def verbs_of(command: Any, path: Collection[str] = ()) -> Iterator[tuple[list[str], Any]]:
     """The words of every verb, and the verb."""
     yield list(path), command
-    for name, inner in getattr(command, "commands", {}).items():
+    for name, inner in getattr(command, "below", {}).items():
         yield from verbs_of(inner, [*path, name])
 
 
-def test_a_typo_in_any_verb_or_flag_leads_back_to_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_typo_in_any_verb_or_flag_leads_back_to_it(capsys: pytest.CaptureFixture[str]) -> None:
     import typer
 
     from rlpost.cli.main import app
 
     sampled = random.Random(0)
     told: list[tuple[str, str, str]] = []
-    every_verb = typer.main.get_command(app)
-    monkeypatch.setattr(typer.main, "get_command", lambda app: every_verb)  # which takes longer than an answer
-    for path, verb in verbs_of(every_verb):
-        inner = list(getattr(verb, "commands", {}))
+    for path, verb in verbs_of(typer.main.get_command(app)):
+        inner = list(getattr(verb, "below", {}))
         flags = [flag for parameter in verb.params for flag in parameter.opts if flag.startswith("--")]
         for word in (*inner, *flags):
             dashes, meant = ("--", word) if word in flags else ("", " ".join(["rlpost", *path, word]))
