@@ -27,21 +27,32 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch.distributions import Categorical
 
 from rlpost.data.chat import ChatMask
 from rlpost.data.chat_templates import chat_template
-from rlpost.data.conversation import Completion, Conversation, InputMode
+from rlpost.data.conversation import Completion, Conversation, InputMode, Message
 from rlpost.data.history import History
-from rlpost.data.ragged import Key, column, padded, padding_id, ragged, strings, token_fields, versions
+from rlpost.data.ragged import (
+    ASSISTANT,
+    ATTENTION,
+    Key,
+    column,
+    padded,
+    padding_id,
+    ragged,
+    strings,
+    token_fields,
+    versions,
+)
 from rlpost.data.rendering import text_ids
 from rlpost.errors import ConfigError, DataError
 from rlpost.policies.base import Policy
 from rlpost.policies.drawing import check_whole
 from rlpost.settings import SamplingSettings
 from rlpost.text import did_you_mean, nearest
-from rlpost.torchrl.batches import select_rows
+from rlpost.torchrl.batches import concat_rows, select_rows
 
 MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
 
@@ -140,31 +151,30 @@ class Face:
 
     def dist(self, policy: Any, tensordict: TensorDictBase, counted: Counted) -> MaskedCategorical:
         """See `CategoricalSequential`; `counted` says which tokens are."""
-        reader = Reader(policy)
-        sequences = reader.sequences(tensordict)
-        ids = [sequence.ids for sequence in sequences]
-        sampled = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
+        reader = Reader(policy, tensordict)
+        rows = reader.sequences()
         if isinstance(counted, str) and counted == "own":
-            has_prompt = ("tokens", "prompt") in tensordict.keys(include_nested=True)
-            counted = "assistant" if len(sampled) == len(ids) else "prompt" if has_prompt else "attention"
+            has_prompt = ("tokens", "prompt") in reader.keys
+            is_known = all(row.sampled is not None for row in rows)
+            counted = "assistant" if is_known else "prompt" if has_prompt else "attention"
         if isinstance(counted, torch.Tensor):
-            masks = [mask[: len(row)].tolist() for mask, row in zip(counted.unbind(), ids, strict=True)]
+            masks = [mask[: len(row.ids)].tolist() for mask, row in zip(counted.unbind(), rows, strict=True)]
         elif counted == "prompt":
-            prompts = reader.ids(tensordict, ("tokens", "prompt"))
-            masks = [[at >= len(prompt) for at in range(len(row))] for row, prompt in zip(ids, prompts, strict=True)]
+            prompts = map(len, reader.ids(("tokens", "prompt")))
+            masks = [[at >= length for at in range(len(row.ids))] for row, length in zip(rows, prompts, strict=True)]
         elif counted == "attention":
-            masks = [[True] * len(row) for row in ids]
-        elif len(sampled) < len(ids):
-            raise DataError(
-                "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
-                "with input_mode='history'"
-            )
+            masks = [[True] * len(row.ids) for row in rows]
         else:
-            masks = sampled
+            masks = [row.sampled for row in rows]
+            if None in masks:
+                raise DataError(
+                    "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
+                    "with input_mode='history'"
+                )
         check_whole(policy.sampling)
-        tokens = padded([torch.tensor(row) for row in ids], padding_id(policy.tokenizer))
-        there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
-        counts = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)
+        tokens = padded([torch.tensor(row.ids) for row in rows], padding_id(policy.tokenizer))
+        there = padded([torch.ones(len(row.ids), dtype=torch.bool) for row in rows])
+        counts = padded([torch.tensor(mask, dtype=torch.bool) for mask in masks])
         logits = policy.token_logits(tokens, there) / (policy.sampling.temperature or 1.0)
         # the logits that follow a token are the distribution of the next; of the first there is none
         shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
@@ -196,23 +206,22 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answer(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
     samples = policy.face.samples_per_prompt
-    conversations = Reader(policy).conversations(tensordict)
+    conversations = Reader(policy, tensordict).conversations()
     if samples is not None:  # each with a number, and so a randomness, of its own
         conversations = [
             replace(c.copy(), sample=c.sample * samples + i) for c in conversations for i in range(samples)
         ]
     silent = Completion([], [], "", "context", policy.version)  # where no room was left for a turn
-    completions = policy.completions(conversations)
-    turns = [_Turn(c, completion or silent) for c, completion in zip(conversations, completions, strict=True)]
-    written = _turns_written(policy, turns)
+    completions = [completion or silent for completion in policy.completions(conversations)]
+    written = _turns_written(policy, conversations, completions)
     if "conversation" in tensordict.keys():  # noqa: SIM118  a TensorDict iterates over its rows
-        written.set("conversation", strings([turn.conversation for turn in turns]))
+        written.set("conversation", strings(conversations))
     shape = (*tensordict.batch_size, *(() if samples is None else (samples,)))
     return _delivered(policy, tensordict, _shaped(written, shape))
 
 
 def _score(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
-    rows = Reader(policy).sequences(tensordict)
+    rows = Reader(policy, tensordict).sequences()
     log_probs = policy.token_log_probs([row.ids for row in rows], policy.sampling)
     return _delivered(policy, tensordict, _shaped(_sequences_written(policy, rows, log_probs), tensordict.batch_size))
 
@@ -241,149 +250,66 @@ def _beside(inputs: TensorDictBase, given: TensorDictBase) -> TensorDictBase:
 # What the policy reads
 
 
-class Reader:
-    """Reads conversations and sequences out of TensorDicts, for `policy` and as its face says."""
+@dataclass
+class ReadRow:
+    """A row of ids, with its text."""
 
-    def __init__(self, policy: Policy) -> None:
+    ids: list[int]
+    text: str
+    sampled: list[bool] | None = None  # which ids are the assistant's; None: unknown
+
+
+class Reader:
+    """Reads the conversations or sequences of a TensorDict, for `policy` and as its face says.
+
+    The rows of a batch of several dimensions follow each other, the last dimension fastest.
+    """
+
+    def __init__(self, policy: Policy, tensordict: TensorDictBase) -> None:
         self.policy = policy
         self.face = policy.face
+        self.rows = in_one_dimension(tensordict)
+        self.keys = set(tensordict.keys(include_nested=True))
 
-    # Prompts
-
-    def conversations(self, tensordict: TensorDictBase) -> list[Conversation]:
+    def conversations(self) -> list[Conversation]:
         """One conversation a row for the policy to answer, its ids carried forward; copies of those in the TensorDict.
 
-        Raises DataError for an entry that is missing or of another kind, and for a prompt without room for its
-        completion.
+        Raises DataError for an entry that is missing, and for a prompt without room for its completion.
         """
-        keys, mode = tensordict.keys(include_nested=True), self.face.input_mode
-        if self.face.input_key is None and "conversation" in keys:
-            return self._carried_on(tensordict)
-        if mode is InputMode.tokens:
-            decode = self.policy.tokenizer.decode
-            made = [self._opened(text=decode(ids), ids=ids) for ids in self.ids(tensordict, self.face.prompt_key)]
-        elif mode is InputMode.text:
-            texts = _entry(tensordict, self.face.prompt_key, str)
-            made = [self._opened(text=text, ids=text_ids(self.policy.tokenizer, text)) for text in texts]
+        if self._finds("conversation"):
+            return self._carried_on()
+        if self.face.input_mode is InputMode.history:
+            made = [self._opened(messages=chat) for chat in self._chats()]
         else:
-            made = [self._opened(messages=chat) for chat in self._chats(tensordict)]
-        if self.face.input_key is None and mode is not InputMode.tokens and ("tokens", "prompt") in keys:
-            self._go_by_ids(made, self.ids(tensordict, ("tokens", "prompt")))
-        for row, conversation in enumerate(made):
-            self._limit(conversation, row)
+            made = [self._opened(row) for row in self._plain_rows()]
+        if self._finds(("tokens", "prompt")) and self.face.input_mode is not InputMode.tokens:
+            self._go_by_ids(made)
+        for number, conversation in enumerate(made):
+            self._limit(conversation, number)
         return made
 
-    def _go_by_ids(self, conversations: list[Conversation], ids: list[list[int]]) -> None:
-        """Take the `ids` instead of those of the text. Raises DataError if they differ."""
-        for row, (conversation, given) in enumerate(zip(conversations, ids, strict=True)):
-            if self.policy.tokenizer.decode(given) != conversation.prompt_text:
-                raise DataError(
-                    f"row {row}: ('tokens', 'prompt') does not say what {self.face.prompt_key!r} says: delete the one "
-                    "that is not to be read, or set input_mode='tokens'"
-                )
-            conversation.prompt_ids = given
-
-    def _carried_on(self, tensordict: TensorDictBase) -> list[Conversation]:
-        """The conversations of an environment: sampled ids stay, and only new messages are tokenised."""
-        conversations = [c.copy() for c in _entry(tensordict, "conversation", Conversation)]
-        if ("tokens", "prompt") in tensordict.keys(include_nested=True):
-            for conversation, ids in zip(conversations, self.ids(tensordict, ("tokens", "prompt")), strict=True):
-                if not conversation.prompt_ids and not conversation.turns:  # the environment has tokenised the prompt
-                    conversation.prompt_ids = ids
-                    conversation.prompt_text = self.policy.tokenizer.decode(ids)
-        return conversations
-
-    def _chats(self, tensordict: TensorDictBase) -> list[list[dict[str, Any]]]:
-        """The messages of each row; an environment writes them as `history` itself, not as a part of it."""
-        key = self.face.prompt_key
-        outer = key[0] if isinstance(key, tuple) and len(key) == 2 else key
-        whole = tensordict.get(outer, None) if self.face.input_key is None else None
-        return _entry(tensordict, outer if isinstance(whole, History) else key)
-
-    def _opened(
-        self, *, messages: list[dict[str, Any]] | None = None, text: str = "", ids: list[int] | None = None
-    ) -> Conversation:
-        """A new conversation of this policy, with a number of its own."""
-        conversation = Conversation(
-            task={}, messages=messages or [{"role": "user", "content": text}], group_id=self.policy.rows_numbered
-        )
-        self.policy.rows_numbered += 1
-        if ids is None:
-            self.policy.continuation.begin(conversation)
-        else:
-            conversation.prompt_text, conversation.prompt_ids = text, ids
-        return conversation
-
-    def _limit(self, conversation: Conversation, row: int) -> None:
-        """Set the length limit of the completion. Raises DataError for a prompt that leaves it no room."""
-        length, longest = len(conversation.prompt_ids), self.policy.max_model_len
-        limit = self.face.max_new_tokens
-        room = MAX_NEW_TOKENS if longest is None else longest - length
-        if room < (limit or 1):
-            raise DataError(
-                f"the prompt of row {row} has {length} tokens, and with {limit or 1} to sample that is more than the "
-                f"{longest} the model takes: shorten it"
-            )
-        conversation.max_completion_tokens = min(room, MAX_NEW_TOKENS) if limit is None else limit
-
-    # Whole sequences
-
-    def sequences(self, tensordict: TensorDictBase) -> list[ScoredRow]:
+    def sequences(self) -> list[ReadRow]:
         """One sequence of ids a row: of its conversation if it has one, else as the mode says.
 
-        Raises DataError for an entry that is missing or of another kind, and for a row without ids.
+        Raises DataError for an entry that is missing.
         """
-        keys = tensordict.keys(include_nested=True)
-        read: list[ScoredRow]
-        if self.face.input_key is None and ("tokens", "full") in keys:
-            read = self._from_ids(tensordict, ("tokens", "full"))
-            self._mark_sampled(tensordict, read)
-        elif self.face.input_key is None and "conversation" in keys:
-            read = [self._whole(c) for c in _entry(tensordict, "conversation", Conversation)]
-        elif self.face.input_mode is InputMode.tokens:
-            read = self._from_ids(tensordict, self.face.prompt_key)
-        elif self.face.input_mode is InputMode.text:
-            texts = _entry(tensordict, self.face.prompt_key, str)
-            read = [ScoredRow(text_ids(self.policy.tokenizer, text), text) for text in texts]
-        else:
-            encoded = map(ChatMask(self.policy.tokenizer).encode, self._chats(tensordict))
-            read = [ScoredRow(ids, self.policy.tokenizer.decode(ids), sampled) for ids, sampled in encoded]
-        return read
+        if self._finds(("tokens", "full")):
+            return self._marked(self._rows_of_ids(("tokens", "full")))
+        if self._finds("conversation"):
+            return [self._whole(conversation) for conversation in self.entry("conversation")]
+        if self.face.input_mode is not InputMode.history:
+            return self._plain_rows()
+        encoded = map(ChatMask(self.policy.tokenizer).encode, self._chats())
+        return [ReadRow(ids, self.policy.tokenizer.decode(ids), sampled) for ids, sampled in encoded]
 
-    def _from_ids(self, tensordict: TensorDictBase, key: Key) -> list[ScoredRow]:
-        return [ScoredRow(ids, self.policy.tokenizer.decode(ids)) for ids in self.ids(tensordict, key)]
-
-    def _mark_sampled(self, tensordict: TensorDictBase, read: list[ScoredRow]) -> None:
-        """Mark the assistant's ids of `("tokens", "full")`, if the batch has their mask."""
-        key = ("masks", "all_assistant_mask")
-        if key not in tensordict.keys(include_nested=True):
-            return
-        rows, masks = _entry(tensordict, ("tokens", "full")), _entry(tensordict, key)
-        there = self._masks(tensordict, rows)
-        for number, (row, mask) in enumerate(zip(read, masks, strict=True)):
-            known = mask if there is None else mask[there[number].bool()]
-            if known.numel() != len(row.ids):
-                raise DataError(
-                    f"row {number} has {len(row.ids)} ids, but {key!r} has {known.numel()} values: give one for each id"
-                )
-            row.sampled = known.tolist()
-
-    def _whole(self, conversation: Conversation) -> ScoredRow:
-        ids = conversation.prompt_ids + conversation.response_ids
-        sampled = [False] * len(conversation.prompt_ids) + [bool(m) for m in conversation.mask]
-        return ScoredRow(ids, self.policy.tokenizer.decode(ids), sampled)
-
-    # Ids
-
-    def ids(self, tensordict: TensorDictBase, key: Key) -> list[list[int]]:
+    def ids(self, key: Key) -> list[list[int]]:
         """The ids of each row without padding, where an attention mask of the same shape is False.
 
         Raises DataError for padded ids without a mask: a pad token may be an end of turn as well.
         """
-        rows = _entry(tensordict, key)
-        masks = self._masks(tensordict, rows)
-        if masks is not None:
-            return [row[mask.bool()].tolist() for row, mask in zip(rows, masks, strict=True)]
+        rows = self.entry(key)
+        if (masks := self._attention(rows)) is not None:
+            return [row[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
         pad = self.policy.tokenizer.pad_token_id
         if pad is not None and pad != self.policy.tokenizer.eos_token_id:
             for number, row in enumerate(rows):
@@ -394,87 +320,135 @@ class Reader:
                     )
         return [row.tolist() for row in rows]
 
-    def _masks(self, tensordict: TensorDictBase, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def entry(self, key: Key) -> list[Any]:
+        """The entry `key`, one value a row. Raises DataError if it is missing, naming those of the batch."""
+        if key not in self.keys:
+            there = ", ".join(sorted(map(str, self.keys)))
+            raise DataError(f"the policy reads {key!r}, which is not in the TensorDict: it has {there or 'nothing'}")
+        found = self.rows.get(key)
+        return found.to_chats() if isinstance(found, History) else column(self.rows, key)
+
+    def _finds(self, key: Key) -> bool:
+        """Whether to read the entry `key`, which the batch has, whatever the mode; no with an `input_key`."""
+        return self.face.input_key is None and key in self.keys
+
+    # Conversations
+
+    def _carried_on(self) -> list[Conversation]:
+        """The conversations of an environment: sampled ids stay, and only new messages are tokenised."""
+        conversations = [conversation.copy() for conversation in self.entry("conversation")]
+        if ("tokens", "prompt") in self.keys:
+            for conversation, ids in zip(conversations, self.ids(("tokens", "prompt")), strict=True):
+                if not conversation.prompt_ids and not conversation.turns:  # the environment has tokenised the prompt
+                    conversation.prompt_ids = ids
+                    conversation.prompt_text = self.policy.tokenizer.decode(ids)
+        return conversations
+
+    def _opened(self, row: ReadRow | None = None, messages: list[Message] | None = None) -> Conversation:
+        """A new conversation of this policy, with a number of its own, of the ids of `row` or about `messages`."""
+        text = "" if row is None else row.text
+        conversation = Conversation(
+            task={}, messages=messages or [{"role": "user", "content": text}], group_id=self.policy.rows_numbered
+        )
+        self.policy.rows_numbered += 1
+        if row is None:
+            self.policy.continuation.begin(conversation)
+        else:
+            conversation.prompt_text, conversation.prompt_ids = text, row.ids
+        return conversation
+
+    def _go_by_ids(self, conversations: list[Conversation]) -> None:
+        """Take the ids of the batch instead of those of the text. Raises DataError if they differ."""
+        for number, (conversation, ids) in enumerate(zip(conversations, self.ids(("tokens", "prompt")), strict=True)):
+            if self.policy.tokenizer.decode(ids) != conversation.prompt_text:
+                raise DataError(
+                    f"row {number}: ('tokens', 'prompt') does not say what {self.face.prompt_key!r} says: delete the "
+                    "one that is not to be read, or set input_mode='tokens'"
+                )
+            conversation.prompt_ids = ids
+
+    def _limit(self, conversation: Conversation, number: int) -> None:
+        """Set the length limit of the completion. Raises DataError for a prompt that leaves it no room."""
+        length, longest = len(conversation.prompt_ids), self.policy.max_model_len
+        limit = self.face.max_new_tokens
+        room = MAX_NEW_TOKENS if longest is None else longest - length
+        if room < (limit or 1):
+            raise DataError(
+                f"the prompt of row {number} has {length} tokens, and with {limit or 1} to sample that is more than "
+                f"the {longest} the model takes: shorten it"
+            )
+        conversation.max_completion_tokens = min(room, MAX_NEW_TOKENS) if limit is None else limit
+
+    def _chats(self) -> list[list[Message]]:
+        """The messages of each row; an environment writes them as `history` itself, not as a part of it."""
+        key = self.face.prompt_key
+        if self.face.input_key is None and isinstance(self.rows.get(key[0], None), History):
+            key = key[0]
+        return self.entry(key)
+
+    # Sequences
+
+    def _plain_rows(self) -> list[ReadRow]:
+        """The rows of the modes text and tokens."""
+        if self.face.input_mode is InputMode.tokens:
+            return self._rows_of_ids(self.face.prompt_key)
+        return [ReadRow(text_ids(self.policy.tokenizer, text), text) for text in self.entry(self.face.prompt_key)]
+
+    def _rows_of_ids(self, key: Key) -> list[ReadRow]:
+        return [ReadRow(ids, self.policy.tokenizer.decode(ids)) for ids in self.ids(key)]
+
+    def _marked(self, read: list[ReadRow]) -> list[ReadRow]:
+        """`read`, the assistant's ids marked if the batch has their mask."""
+        if ASSISTANT in self.keys:
+            masks = self.entry(ASSISTANT)
+            attention = self._attention(masks) or [torch.ones_like(mask) for mask in masks]
+            for row, mask, there in zip(read, masks, attention, strict=True):
+                row.sampled = mask[there].tolist()
+        return read
+
+    def _whole(self, conversation: Conversation) -> ReadRow:
+        ids = conversation.prompt_ids + conversation.response_ids
+        sampled = [False] * len(conversation.prompt_ids) + [bool(m) for m in conversation.mask]
+        return ReadRow(ids, self.policy.tokenizer.decode(ids), sampled)
+
+    def _attention(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The attention masks of `rows`, cut to their lengths if they go on over a response; None if none fits."""
-        for key in (("masks", "all_attention_mask"), "attention_mask"):
-            if key in tensordict.keys(include_nested=True):
-                masks = _entry(tensordict, key)
-                if all(mask.numel() >= row.numel() for mask, row in zip(masks, rows, strict=True)):
-                    return [mask[: row.numel()] for mask, row in zip(masks, rows, strict=True)]
+        for key in (ATTENTION, "attention_mask"):
+            if key in self.keys:
+                masks = [mask[: row.numel()].bool() for mask, row in zip(self.entry(key), rows, strict=True)]
+                if all(mask.numel() == row.numel() for mask, row in zip(masks, rows, strict=True)):
+                    return masks
         return None
 
 
-@dataclass
-class ScoredRow:
-    """A row to compute log-probs of."""
-
-    ids: list[int]
-    text: str
-    sampled: list[bool] | None = None  # which ids are the assistant's; None: unknown
-
-
-def _entry(tensordict: TensorDictBase, key: Key, kind: type = object) -> list[Any]:
-    """The entry `key`, one value a row: a str, a number, a list of messages, a 1-D tensor or an object.
-
-    The rows of a batch of several dimensions follow each other, the last dimension fastest. Raises DataError for a
-    missing entry, naming those of the batch, and for a value that is not a `kind`.
-    """
-    if key not in tensordict.keys(include_nested=True):
-        there = ", ".join(sorted(str(name) for name in tensordict.keys(include_nested=True)))
-        raise DataError(f"the policy reads {key!r}, which is not in the TensorDict: it has {there or 'nothing'}")
-    if tensordict.ndim > 1 or (tensordict.ndim and isinstance(tensordict, LazyStackedTensorDict)):
-        return [value for part in tensordict.unbind(0) for value in _entry(part, key, kind)]
-    found = tensordict.get(key)
-    if isinstance(found, History):
-        values = found.to_chats()
-    elif isinstance(found, NonTensorStack) or (tensordict.ndim and isinstance(found, torch.Tensor)):
-        values = column(tensordict, key)
-    else:  # one value for every row
-        plain = found.data if isinstance(found, NonTensorData) else found
-        values = [plain] * (tensordict.batch_size[0] if tensordict.ndim else 1)
-    return values
+def in_one_dimension(batch: TensorDictBase) -> TensorDictBase:
+    """The rows of `batch`, of any shape, as a TensorDict (N,), the last dimension fastest."""
+    if batch.ndim == 0:
+        return batch.unsqueeze(0)
+    if batch.ndim == 1 and not isinstance(batch, LazyStackedTensorDict):
+        return batch
+    return concat_rows([in_one_dimension(part) for part in batch.unbind(0)])
 
 
 # What the policy writes
 
 
-@dataclass
-class _Turn:
-    """A turn of the model: the conversation with the ids that it read, and its completion."""
-
-    conversation: Conversation
-    completion: Completion
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """All ids that the model read."""
-        return self.conversation.prompt_ids + self.conversation.response_ids
-
-    @property
-    def reply(self) -> dict[str, Any]:
-        """The turn as a message."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.completion.text}
-        return message if self.completion.finish_reason == "stop" else {**message, "is_complete": False}
-
-
-def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
+def _turns_written(
+    policy: Policy, conversations: Sequence[Conversation], completions: Sequence[Completion]
+) -> TensorDict:
     """The TensorDict (N,) described at the top of this file, `history` in its parts."""
     face, tokenizer = policy.face, policy.tokenizer
     pad, nothing = (padding_id(tokenizer), 0) if face.pad_output else (None, None)
-    conversations = [turn.conversation for turn in turns]
-    completions = [turn.completion for turn in turns]
-    prompts = [turn.prompt_ids for turn in turns]
-    replies = [completion.token_ids for completion in completions]
-    sampled_masks = [[0] * len(c.prompt_ids) + c.mask for c in conversations]
-    given = [[0.0] * len(c.prompt_ids) + c.log_probs for c in conversations]
-    texts = [
-        c.prompt_text if not c.turns else tokenizer.decode(ids) for c, ids in zip(conversations, prompts, strict=True)
-    ]
+    prompts = [c.prompt_ids + c.response_ids for c in conversations]
+    texts = [tokenizer.decode(ids) if c.turns else c.prompt_text for c, ids in zip(conversations, prompts, strict=True)]
     answers = [completion.text for completion in completions]
     full = [text + answer for text, answer in zip(texts, answers, strict=True)]
+    replies = [completion.token_ids for completion in completions]
     ones = [[1] * len(reply) for reply in replies]
-    masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": sampled_masks}
-    log_probs = [completion.log_probs for completion in completions]
+    masks = {
+        "all_attention_mask": [[1] * len(ids) for ids in prompts],
+        "all_assistant_mask": [[0] * len(c.prompt_ids) + c.mask for c in conversations],
+    }
     written: dict[Any, Any] = {
         "policy_version": versions([completion.policy_version for completion in completions]),
         "finish_reason": strings([completion.finish_reason for completion in completions]),
@@ -485,17 +459,24 @@ def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
         },
     }
     if face.return_log_probs:
-        written[face.log_probs_key] = token_fields(given, log_probs, torch.float32, nothing)
+        before = [[0.0] * len(c.prompt_ids) + c.log_probs for c in conversations]
+        sampled = [completion.log_probs for completion in completions]
+        written[face.log_probs_key] = token_fields(before, sampled, torch.float32, nothing)
     if face.input_mode is InputMode.history:
-        before, after = [c.messages for c in conversations], [[turn.reply] for turn in turns]
-        chats = [[*b, *a] for b, a in zip(before, after, strict=True)]
-        parts = {"prompt": before, "response": after, "full": chats}
+        asked, said = [c.messages for c in conversations], [[_message(completion)] for completion in completions]
+        chats = [[*messages, *reply] for messages, reply in zip(asked, said, strict=True)]
+        parts = {"prompt": asked, "response": said, "full": chats}
         written[face.history_key] = {name: History.from_chats(rows) for name, rows in parts.items()}
     written.pop(None, None)  # the groups without a key
-    return TensorDict(written, batch_size=[len(turns)])
+    return TensorDict(written, batch_size=[len(conversations)])
 
 
-def _sequences_written(policy: Policy, rows: Sequence[ScoredRow], log_probs: Sequence[torch.Tensor]) -> TensorDict:
+def _message(completion: Completion) -> Message:
+    message: Message = {"role": "assistant", "content": completion.text}
+    return message if completion.finish_reason == "stop" else {**message, "is_complete": False}
+
+
+def _sequences_written(policy: Policy, rows: Sequence[ReadRow], log_probs: Sequence[torch.Tensor]) -> TensorDict:
     """`full` of text, tokens, masks and log-probs (N,); the assistant's mask if every row's is known."""
     face, pad = policy.face, padding_id(policy.tokenizer)
     masks = {"all_attention_mask": _laid_out(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
@@ -536,20 +517,15 @@ def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
     """
     for name, value in written.items():
         there = into.get(name, None)
-        group = _group(value)
-        if isinstance(there, History) and group is not None:
-            into.set(name, group["full"])
-        elif (kept := _group(there)) is not None and group is not None:
-            for part, leaf in group.items():
-                kept.set(part, leaf)
+        is_group = isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack)
+        if is_group and isinstance(there, History):
+            into.set(name, value["full"])
+        elif is_group and isinstance(there, TensorDictBase):
+            for part, leaf in value.items():
+                there.set(part, leaf)
         else:
             into.set(name, value)
     return into
-
-
-def _group(value: Any) -> TensorDictBase | None:
-    """`value` if it is a TensorDict of entries, and not a stack of Python values."""
-    return value if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack) else None
 
 
 # Distributions over tokens
