@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,7 @@ from rlpost.data.ragged import (
     padded,
     padding_id,
     ragged,
+    ragged_rows,
     strings,
     token_fields,
     versions,
@@ -53,6 +55,7 @@ from rlpost.policies.drawing import check_whole
 from rlpost.settings import SamplingSettings
 from rlpost.text import did_you_mean, nearest
 from rlpost.torchrl.batches import concat_rows, select_rows
+from rlpost.torchrl.sequences import TOKENS, Sequences
 
 MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
 
@@ -152,34 +155,30 @@ class Face:
     def dist(self, policy: Any, tensordict: TensorDictBase, counted: Counted) -> MaskedCategorical:
         """See `CategoricalSequential`; `counted` says which tokens are."""
         reader = Reader(policy, tensordict)
-        rows = reader.sequences()
+        ids, sampled = reader.sequences()
         if isinstance(counted, str) and counted == "own":
             has_prompt = ("tokens", "prompt") in reader.keys
-            is_known = all(row.sampled is not None for row in rows)
-            counted = "assistant" if is_known else "prompt" if has_prompt else "attention"
+            counted = "assistant" if sampled is not None else "prompt" if has_prompt else "attention"
+        sequences = Sequences.of_rows([torch.tensor(row) for row in ids])
+        counts = sequences.attention.clone()
         if isinstance(counted, torch.Tensor):
-            masks = [mask[: len(row.ids)].tolist() for mask, row in zip(counted.unbind(), rows, strict=True)]
+            counts &= counted if not counted.is_nested else padded(ragged_rows(counted))
         elif counted == "prompt":
-            prompts = map(len, reader.ids(("tokens", "prompt")))
-            masks = [[at >= length for at in range(len(row.ids))] for row, length in zip(rows, prompts, strict=True)]
-        elif counted == "attention":
-            masks = [[True] * len(row.ids) for row in rows]
-        else:
-            masks = [row.sampled for row in rows]
-            if None in masks:
+            for row, prompt in zip(counts, reader.ids(("tokens", "prompt")), strict=True):
+                row[: len(prompt)] = False
+        elif counted == "assistant":
+            if sampled is None:
                 raise DataError(
                     "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
                     "with input_mode='history'"
                 )
+            counts = padded([torch.tensor(row) for row in sampled])
+        counts[:, 0] = False
         check_whole(policy.sampling)
-        tokens = padded([torch.tensor(row.ids) for row in rows], padding_id(policy.tokenizer))
-        there = padded([torch.ones(len(row.ids), dtype=torch.bool) for row in rows])
-        counts = padded([torch.tensor(mask, dtype=torch.bool) for mask in masks])
-        logits = policy.token_logits(tokens, there) / (policy.sampling.temperature or 1.0)
+        logits = policy.token_logits(sequences.ids, sequences.attention) / (policy.sampling.temperature or 1.0)
         # the logits that follow a token are the distribution of the next; of the first there is none
         shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
-        counts[:, 0] = False
-        return MaskedCategorical(tokens.to(logits.device), shifted, counts.to(logits.device))
+        return MaskedCategorical(sequences.ids.to(logits.device), shifted, counts.to(logits.device))
 
     def with_template(self, tokenizer: Any) -> Any:
         """`tokenizer`, or a copy with the chat template that this face names. Raises ConfigError for an unknown one."""
@@ -216,47 +215,32 @@ def _answer(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
     written = _turns_written(policy, conversations, completions)
     if "conversation" in tensordict.keys():  # noqa: SIM118  a TensorDict iterates over its rows
         written.set("conversation", strings(conversations))
-    shape = (*tensordict.batch_size, *(() if samples is None else (samples,)))
-    return _delivered(policy, tensordict, _shaped(written, shape))
+    return _delivered(policy, tensordict, written, () if samples is None else (samples,))
 
 
 def _score(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
-    rows = Reader(policy, tensordict).sequences()
-    log_probs = policy.token_log_probs([row.ids for row in rows], policy.sampling)
-    return _delivered(policy, tensordict, _shaped(_sequences_written(policy, rows, log_probs), tensordict.batch_size))
+    ids, sampled = Reader(policy, tensordict).sequences()
+    log_probs = policy.token_log_probs(ids, policy.sampling)
+    return _delivered(policy, tensordict, _sequences_written(policy, ids, sampled, log_probs))
 
 
-def _delivered(policy: Policy, tensordict: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
-    """`written`, in or beside `tensordict`, on the face's device."""
-    face = policy.face
+def _delivered(
+    policy: Policy, tensordict: TensorDictBase, written: TensorDictBase, samples: tuple[int, ...] = ()
+) -> TensorDictBase:
+    """The rows `written` (N,), in or beside `tensordict`, whose rows have `samples` each; on the face's device."""
+    face, shape = policy.face, (*tensordict.batch_size, *samples)
     if face.device is not None:
         written = written.to(torch.device(face.device))
     if face.inplace == "empty":
-        return written
-    same_shape = written.batch_size == tensordict.batch_size
-    if same_shape and tensordict.ndim < 2:
-        return put(tensordict if face.inplace in (None, True) else tensordict.clone(recurse=False), written)
-    return _beside(tensordict, written)
-
-
-def _beside(inputs: TensorDictBase, given: TensorDictBase) -> TensorDictBase:
-    """`given` with the entries of `inputs`, which may lack its last dimension."""
-    if inputs.ndim == given.ndim < 2:
-        return put(inputs.clone(recurse=False), given)
-    each = inputs.unbind(0) if inputs.ndim else [inputs] * given.batch_size[0]
-    return lazy_stack([_beside(a, g) for a, g in zip(each, given.unbind(0), strict=True)], 0)
+        return _shaped(written, shape)
+    if len(shape) < 2 and not samples:
+        into = tensordict if face.inplace in (None, True) else tensordict.clone(recurse=False)
+        return put(into, _shaped(written, shape))
+    each = [row for row in range(tensordict.numel()) for _ in range(prod(samples))]
+    return _shaped(put(select_rows(in_one_dimension(tensordict), each), written), shape)
 
 
 # What the policy reads
-
-
-@dataclass
-class ReadRow:
-    """A row of ids, with its text."""
-
-    ids: list[int]
-    text: str
-    sampled: list[bool] | None = None  # which ids are the assistant's; None: unknown
 
 
 class Reader:
@@ -280,27 +264,35 @@ class Reader:
             return self._carried_on()
         if self.face.input_mode is InputMode.history:
             made = [self._opened(messages=chat) for chat in self._chats()]
+        elif self.face.input_mode is InputMode.text:
+            texts = self.entry(self.face.prompt_key)
+            made = [self._opened(text, text_ids(self.policy.tokenizer, text)) for text in texts]
         else:
-            made = [self._opened(row) for row in self._plain_rows()]
+            rows = self.ids(self.face.prompt_key)
+            made = [self._opened(self.policy.tokenizer.decode(ids), ids) for ids in rows]
         if self._finds(("tokens", "prompt")) and self.face.input_mode is not InputMode.tokens:
             self._go_by_ids(made)
         for number, conversation in enumerate(made):
             self._limit(conversation, number)
         return made
 
-    def sequences(self) -> list[ReadRow]:
-        """One sequence of ids a row: of its conversation if it has one, else as the mode says.
+    def sequences(self) -> tuple[list[list[int]], list[list[bool]] | None]:
+        """The ids of each row: of its conversation if it has one, else as the mode says.
 
-        Raises DataError for an entry that is missing.
+        And which of them are the assistant's; None if that is unknown. Raises DataError for an entry that is missing.
         """
-        if self._finds(("tokens", "full")):
-            return self._marked(self._rows_of_ids(("tokens", "full")))
+        if self._finds(TOKENS):
+            return self.ids(TOKENS), self._sampled() if ASSISTANT in self.keys else None
         if self._finds("conversation"):
-            return [self._whole(conversation) for conversation in self.entry("conversation")]
-        if self.face.input_mode is not InputMode.history:
-            return self._plain_rows()
-        encoded = map(ChatMask(self.policy.tokenizer).encode, self._chats())
-        return [ReadRow(ids, self.policy.tokenizer.decode(ids), sampled) for ids, sampled in encoded]
+            played = self.entry("conversation")
+            sampled = [[False] * len(c.prompt_ids) + [bool(m) for m in c.mask] for c in played]
+            return [c.prompt_ids + c.response_ids for c in played], sampled
+        if self.face.input_mode is InputMode.tokens:
+            return self.ids(self.face.prompt_key), None
+        if self.face.input_mode is InputMode.text:
+            return [text_ids(self.policy.tokenizer, text) for text in self.entry(self.face.prompt_key)], None
+        encoded = list(map(ChatMask(self.policy.tokenizer).encode, self._chats()))
+        return [ids for ids, _ in encoded], [sampled for _, sampled in encoded]
 
     def ids(self, key: Key) -> list[list[int]]:
         """The ids of each row without padding, where an attention mask of the same shape is False.
@@ -344,17 +336,18 @@ class Reader:
                     conversation.prompt_text = self.policy.tokenizer.decode(ids)
         return conversations
 
-    def _opened(self, row: ReadRow | None = None, messages: list[Message] | None = None) -> Conversation:
-        """A new conversation of this policy, with a number of its own, of the ids of `row` or about `messages`."""
-        text = "" if row is None else row.text
+    def _opened(
+        self, text: str = "", ids: list[int] | None = None, messages: list[Message] | None = None
+    ) -> Conversation:
+        """A new conversation of this policy, with a number of its own: the prompt `text`, as `ids`, or `messages`."""
         conversation = Conversation(
             task={}, messages=messages or [{"role": "user", "content": text}], group_id=self.policy.rows_numbered
         )
         self.policy.rows_numbered += 1
-        if row is None:
+        if ids is None:
             self.policy.continuation.begin(conversation)
         else:
-            conversation.prompt_text, conversation.prompt_ids = text, row.ids
+            conversation.prompt_text, conversation.prompt_ids = text, ids
         return conversation
 
     def _go_by_ids(self, conversations: list[Conversation]) -> None:
@@ -386,30 +379,13 @@ class Reader:
             key = key[0]
         return self.entry(key)
 
-    # Sequences
+    # Masks
 
-    def _plain_rows(self) -> list[ReadRow]:
-        """The rows of the modes text and tokens."""
-        if self.face.input_mode is InputMode.tokens:
-            return self._rows_of_ids(self.face.prompt_key)
-        return [ReadRow(text_ids(self.policy.tokenizer, text), text) for text in self.entry(self.face.prompt_key)]
-
-    def _rows_of_ids(self, key: Key) -> list[ReadRow]:
-        return [ReadRow(ids, self.policy.tokenizer.decode(ids)) for ids in self.ids(key)]
-
-    def _marked(self, read: list[ReadRow]) -> list[ReadRow]:
-        """`read`, the assistant's ids marked if the batch has their mask."""
-        if ASSISTANT in self.keys:
-            masks = self.entry(ASSISTANT)
-            attention = self._attention(masks) or [torch.ones_like(mask) for mask in masks]
-            for row, mask, there in zip(read, masks, attention, strict=True):
-                row.sampled = mask[there].tolist()
-        return read
-
-    def _whole(self, conversation: Conversation) -> ReadRow:
-        ids = conversation.prompt_ids + conversation.response_ids
-        sampled = [False] * len(conversation.prompt_ids) + [bool(m) for m in conversation.mask]
-        return ReadRow(ids, self.policy.tokenizer.decode(ids), sampled)
+    def _sampled(self) -> list[list[bool]]:
+        """Which ids of `("tokens", "full")` are the assistant's."""
+        masks = self.entry(ASSISTANT)
+        attention = self._attention(masks) or [torch.ones_like(mask) for mask in masks]
+        return [mask[there].tolist() for mask, there in zip(masks, attention, strict=True)]
 
     def _attention(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The attention masks of `rows`, cut to their lengths if they go on over a response; None if none fits."""
@@ -476,27 +452,27 @@ def _message(completion: Completion) -> Message:
     return message if completion.finish_reason == "stop" else {**message, "is_complete": False}
 
 
-def _sequences_written(policy: Policy, rows: Sequence[ReadRow], log_probs: Sequence[torch.Tensor]) -> TensorDict:
-    """`full` of text, tokens, masks and log-probs (N,); the assistant's mask if every row's is known."""
+def _sequences_written(
+    policy: Policy, ids: list[list[int]], sampled: list[list[bool]] | None, log_probs: Sequence[torch.Tensor]
+) -> TensorDict:
+    """`full` of text, tokens, masks and log-probs (N,); the assistant's mask if it is known."""
     face, pad = policy.face, padding_id(policy.tokenizer)
-    masks = {"all_attention_mask": _laid_out(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
-    known = [row.sampled for row in rows if row.sampled is not None]
-    if len(known) == len(rows):
-        masks["all_assistant_mask"] = _laid_out(policy, known, torch.bool, 0)
+
+    def laid_out(rows: Sequence[Any], dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        return padded(tensors, fill) if face.pad_output else ragged(tensors)
+
+    masks = {"all_attention_mask": laid_out([[1] * len(row) for row in ids], torch.bool)}
+    if sampled is not None:
+        masks["all_assistant_mask"] = laid_out(sampled, torch.bool)
     written: dict[Any, Any] = {
-        face.text_key: {"full": strings([row.text for row in rows])},
-        face.tokens_key: {"full": _laid_out(policy, [row.ids for row in rows], torch.int64, pad)},
+        face.text_key: {"full": strings([policy.tokenizer.decode(row) for row in ids])},
+        face.tokens_key: {"full": laid_out(ids, torch.int64, pad)},
         face.masks_key: masks,
-        face.log_probs_key: {"full": _laid_out(policy, log_probs, torch.float32, 0)},
+        face.log_probs_key: {"full": laid_out(log_probs, torch.float32)},
     }
     written.pop(None, None)  # the groups without a key
-    return TensorDict(written, batch_size=[len(rows)])
-
-
-def _laid_out(policy: Policy, rows: Sequence[Any], dtype: torch.dtype, fill: float) -> torch.Tensor:
-    """All rows, padded on the right if the face says so, else ragged."""
-    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    return padded(tensors, fill) if policy.face.pad_output else ragged(tensors)
+    return TensorDict(written, batch_size=[len(ids)])
 
 
 def _shaped(rows: TensorDictBase, shape: Sequence[int]) -> TensorDictBase:
