@@ -53,7 +53,7 @@ class EnvFace:
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """See `EnvBase.step`."""
-        conversations = [conversation.copy() for conversation in conversations_of(tensordict)]
+        conversations = [conversation.copy() for conversation in column(tensordict, "conversation")]
         if any(conversation.done for conversation in conversations):
             raise DataError("a conversation of this step is over: use step_and_maybe_reset, or reset first")
         add_replies(conversations, tensordict, self.env.tokenizer, self.env.input_mode)
@@ -69,7 +69,7 @@ class EnvFace:
 
     def _following(self, stepped: TensorDictBase) -> TensorDictBase:
         """The observation after a step, with a new conversation in place of each that is over."""
-        conversations = conversations_of(stepped["next"])
+        conversations = column(stepped["next"], "conversation")
         over = sum(conversation.done for conversation in conversations)
         fresh = iter(self.env.draw(over) if over else [])
         return self.observe([next(fresh) if c.done else c for c in conversations])
@@ -166,11 +166,6 @@ def _text(conversation: Conversation, read: list[int], continuation: Continuatio
     return continuation.text(conversation)
 
 
-def conversations_of(tensordict: TensorDictBase) -> list[Conversation]:
-    """The conversations that a reset or step put into `tensordict`. Raises DataError if there are none."""
-    return column(tensordict, "conversation")
-
-
 def scores(conversations: Sequence[Conversation]) -> dict[str, Any]:
     """Rewards and accuracies after a step, (B, 1) each."""
     names = sorted({name for c in conversations for name in c.reward_parts})
@@ -195,23 +190,23 @@ def add_replies(
     carried forward yet are the environment's. Raises DataError if there is no turn in that form, and if the policy
     read other ids than those carried forward.
     """
-    written = _Written(tensordict, len(conversations))
-    ids = written.ids()
-    texts = written.texts(conversations, ids, tokenizer, mode)
-    log_probs = written.part("log_probs", "response")
-    reasons, versions = written.entries("finish_reason", "stop"), written.entries("policy_version", -1)
-    prompts, prompt_texts = written.part("tokens", "prompt"), written.entries(("text", "prompt"), "")
+    written = _Written(tensordict)
+    nothing = [None] * len(conversations)
+    prompts, sampled = written.ids(("tokens", "prompt")) or nothing, written.sampled()
+    texts = _texts(tensordict, conversations, sampled, tokenizer, mode)
+    log_probs = written.ids(("log_probs", "response"), last=True) or nothing
+    reasons = written.entry("finish_reason") or ["stop"] * len(conversations)
+    labels = written.entry("policy_version") or [-1] * len(conversations)
+    rendered = written.entry(("text", "prompt")) or [""] * len(conversations)
     for i, conversation in enumerate(conversations):
-        _add_prompt(conversation, prompts[i], prompt_texts[i])
+        _add_prompt(conversation, prompts[i], rendered[i])
         if reasons[i] == "context":  # no room was left for a turn, and none was taken
             conversation.finish_reason = "context"
             continue
-        sampled = ids[i] or []
-        known = log_probs[i]
-        version = int(versions[i]) if isinstance(versions[i], torch.Tensor) else versions[i]
-        unknown = [float("nan")] * len(sampled)
-        completion = Completion(sampled, unknown if known is None else known, texts[i], reasons[i], version)
-        conversation.add_completion(completion)
+        ids = [] if sampled is None else sampled[i]
+        known = [float("nan")] * len(ids) if log_probs[i] is None else log_probs[i]
+        version = int(labels[i]) if isinstance(labels[i], torch.Tensor) else labels[i]
+        conversation.add_completion(Completion(ids, known, texts[i], reasons[i], version))
 
 
 def _add_prompt(conversation: Conversation, read: list[int] | None, text: str) -> None:
@@ -234,83 +229,74 @@ def _add_prompt(conversation: Conversation, read: list[int] | None, text: str) -
 
 
 class _Written:
-    """The turns that a policy wrote into a TensorDict, row by row."""
+    """The entries that a policy wrote into a TensorDict, row by row; None for one that it did not write."""
 
-    def __init__(self, tensordict: TensorDictBase, size: int) -> None:
+    def __init__(self, tensordict: TensorDictBase) -> None:
         self._tensordict = tensordict
         self._keys = set(tensordict.keys(include_nested=True))
-        self._size = size
 
-    def entries(self, key: Key, missing: Any) -> list[Any]:
-        """The entry `key`, or `missing` for each row."""
-        return column(self._tensordict, key) if key in self._keys else [missing] * self._size
+    def entry(self, key: Key) -> list[Any] | None:
+        """The entry `key`, one value a row."""
+        return column(self._tensordict, key) if key in self._keys else None
 
-    def part(self, group: str, name: str) -> list[Any]:
-        """`prompt` or `response` of a group, as a list a row without pads; None if it was not written."""
-        rows = self.entries((group, name), None)
-        return self._unpadded(rows, ATTENTION, first=name == "prompt")
-
-    def _unpadded(self, rows: Sequence[torch.Tensor | None], key: Key, *, first: bool) -> list[Any]:
-        """The rows as lists without pads; the mask `key`, if padded, covers prompts with its `first` places and
-        responses with its last.
-        """
-        if key not in self._keys or rows[0] is None or self._tensordict.get(key).is_nested:
-            return [None if row is None else row.tolist() for row in rows]
+    def ids(self, key: Key, attention: Key = ATTENTION, *, last: bool = False) -> list[Any] | None:
+        """The entry `key` as lists without pads; a padded mask covers it with its first places, or its `last`."""
+        rows, masks = self.entry(key), self.entry(attention)
+        if rows is None or masks is None or self._tensordict[attention].is_nested:
+            return rows and [row.tolist() for row in rows]
         width = rows[0].numel()
-        masks = [mask.bool() for mask in column(self._tensordict, key)]
-        kept = [mask[:width] if first else mask[mask.numel() - width :] for mask in masks]
-        return [None if row is None else row[mask].tolist() for row, mask in zip(rows, kept, strict=True)]
+        kept = [(mask[-width:] if last else mask[:width]).bool() for mask in masks]
+        return [row[mask].tolist() for row, mask in zip(rows, kept, strict=True)]
 
-    def ids(self) -> list[list[int] | None]:
+    def sampled(self) -> list[list[int]] | None:
         """The sampled ids of each row: the response, or the part of `full` behind the prompt."""
         if "tokens_response" in self._keys:
-            return self._unpadded(column(self._tensordict, "tokens_response"), "attention_mask", first=False)
-        if ("tokens", "response") in self._keys or ("tokens", "full") not in self._keys:
-            return self.part("tokens", "response")
-        prompts = self.part("tokens", "prompt")
-        rows = self._unpadded(column(self._tensordict, ("tokens", "full")), ATTENTION, first=True)
-        return [self._behind(full, prompt, ("tokens", "full")) for full, prompt in zip(rows, prompts, strict=True)]
+            return self.ids("tokens_response", "attention_mask", last=True)
+        if ("tokens", "response") in self._keys:
+            return self.ids(("tokens", "response"), last=True)
+        return _behind(self.ids(("tokens", "full")), self.ids(("tokens", "prompt")))
 
-    def texts(
-        self,
-        conversations: Sequence[Conversation],
-        ids: Sequence[list[int] | None],
-        tokenizer: Any,
-        mode: InputMode,
-    ) -> list[str]:
-        """The reply of each row as text, without its end of turn."""
-        if mode is InputMode.tokens:
-            if tokenizer is None:  # prompts that began as ids
-                return [""] * self._size
-            return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-        for key in ("text_response", ("text", "response")):
-            if key in self._keys:
-                return [strip_end_of_turn(text, tokenizer) for text in column(self._tensordict, key)]
-        if mode is InputMode.text:
-            whole, prompts = self.entries(("text", "full"), ""), self.entries(("text", "prompt"), None)
-            replies = [self._behind(w, p, ("text", "full")) for w, p in zip(whole, prompts, strict=True)]
-            return [strip_end_of_turn(reply, tokenizer) for reply in replies]
-        if tokenizer is not None and all(ids):
-            return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-        return self._last_messages(conversations)
 
-    def _last_messages(self, conversations: Sequence[Conversation]) -> list[str]:
-        """The messages that the policy appended to the histories."""
-        history = self._tensordict.get("history", None)
-        chats = history.to_chats() if isinstance(history, History) else [[]] * self._size
-        for conversation, messages in zip(conversations, chats, strict=True):
-            if len(messages) != len(conversation.messages) + 1 or messages[-1]["role"] != "assistant":
-                raise DataError(
-                    "step found no reply: set 'text_response', or let the policy write ('text', 'response'); "
-                    "('tokens', 'response') alone needs an environment with a tokenizer"
-                )
-        return [messages[-1]["content"] for messages in chats]
+def _texts(
+    tensordict: TensorDictBase,
+    conversations: Sequence[Conversation],
+    sampled: list[list[int]] | None,
+    tokenizer: Any,
+    mode: InputMode,
+) -> list[str]:
+    """The reply of each row as text, without its end of turn: the last message of the history if nothing else is.
 
-    def _behind(self, full: Any, prompt: Any, key: Key) -> Any:
-        """The part of a sequence behind its prompt. Raises DataError if it does not begin with it."""
-        if prompt is None or full[: len(prompt)] != prompt:
-            raise DataError(f"{key} does not begin with the prompt it is to continue: write the response instead")
-        return full[len(prompt) :]
+    Raises DataError if there is none.
+    """
+    written = _Written(tensordict)
+    if mode is not InputMode.tokens:
+        texts = written.entry("text_response") or written.entry(("text", "response"))
+        if texts is None and mode is InputMode.text:
+            texts = _behind(written.entry(("text", "full")), written.entry(("text", "prompt")))
+        if texts is not None:
+            return [strip_end_of_turn(text, tokenizer) for text in texts]
+    if sampled is not None and (mode is InputMode.tokens or (tokenizer is not None and all(sampled))):
+        # without a tokenizer the prompts began as ids
+        return ["" if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True) for row in sampled]
+    history = tensordict.get("history", None)
+    chats = history.to_chats() if isinstance(history, History) else [[]] * len(conversations)
+    for conversation, messages in zip(conversations, chats, strict=True):
+        if len(messages) != len(conversation.messages) + 1 or messages[-1]["role"] != "assistant":
+            raise DataError(
+                "step found no reply: set 'text_response', or let the policy write ('text', 'response'); "
+                "('tokens', 'response') alone needs an environment with a tokenizer"
+            )
+    return [messages[-1]["content"] for messages in chats]
+
+
+def _behind(whole: list[Any] | None, prompts: list[Any] | None) -> list[Any] | None:
+    """The part of each sequence behind its prompt. Raises DataError if one does not begin with it."""
+    if whole is None or prompts is None:
+        return None
+    for full, prompt in zip(whole, prompts, strict=True):
+        if full[: len(prompt)] != prompt:
+            raise DataError("a policy's `full` does not begin with the prompt it is to continue: write the response")
+    return [full[len(prompt) :] for full, prompt in zip(whole, prompts, strict=True)]
 
 
 # A callable as a policy, and the batches of `LLMData`
