@@ -80,9 +80,9 @@ def make_mlgym(
     """
     names = [task] if task is not None else list(tasks or [])
     require_mlgym()
-    games = {name: _maker(name, max_steps=max_steps, device=device, container_type=container_type) for name in names}
+    makers = [partial(_made, name, max_steps, device, container_type) for name in names]
     return MLGymWrapper(
-        lambda: _OneOf(games),
+        partial(_OneOf, makers),
         reward_wrong_format=reward_wrong_format,
         tokenizer=tokenizer,
         max_steps=max_steps,
@@ -124,28 +124,24 @@ def _command(game: Any, text: str) -> str:
     return blocks[-1]
 
 
-def _maker(task: str, *, max_steps: int, device: str, container_type: str) -> Callable[[], Any]:
-    """Registers a task with MLGym; returns what makes its environment."""
+def _made(task: str, max_steps: int, device: str, container_type: str) -> Any:
+    """MLGym's environment of a task, which is registered with it first."""
+    import gymnasium
+    from mlgym import CONFIG_DIR  # type: ignore[import-not-found]
+    from mlgym.environment.env import EnvironmentArguments  # type: ignore[import-not-found]
+    from mlgym.environment.registration import register_task  # type: ignore[import-not-found]
 
-    def make() -> Any:
-        import gymnasium
-        from mlgym import CONFIG_DIR  # type: ignore[import-not-found]
-        from mlgym.environment.env import EnvironmentArguments  # type: ignore[import-not-found]
-        from mlgym.environment.registration import register_task  # type: ignore[import-not-found]
-
-        arguments = EnvironmentArguments(
-            task_config_path=f"tasks/{task}.yaml",
-            max_steps=max_steps,
-            seed=42,
-            container_type=container_type,
-            verbose=False,
-            aliases_file=str(Path(CONFIG_DIR).parent / "docker" / "aliases.sh"),
-        )
-        if f"mlgym/{arguments.task.id}" not in gymnasium.registry:
-            register_task(arguments)
-        return gymnasium.make(f"mlgym/{arguments.task.id}", devices=[device]).unwrapped  # its step gives four values
-
-    return make
+    arguments = EnvironmentArguments(
+        task_config_path=f"tasks/{task}.yaml",
+        max_steps=max_steps,
+        seed=42,
+        container_type=container_type,
+        verbose=False,
+        aliases_file=str(Path(CONFIG_DIR).parent / "docker" / "aliases.sh"),
+    )
+    if f"mlgym/{arguments.task.id}" not in gymnasium.registry:
+        register_task(arguments)
+    return gymnasium.make(f"mlgym/{arguments.task.id}", devices=[device]).unwrapped  # its step gives four values
 
 
 class _Played:
@@ -165,8 +161,8 @@ class _Played:
 class _OneOf(_Played):
     """An environment of one of several tasks, the one that the seed of `reset` falls on."""
 
-    def __init__(self, makers: dict[str, Callable[[], Any]]) -> None:
-        self._makers = list(makers.values())
+    def __init__(self, makers: Sequence[Callable[[], Any]]) -> None:
+        self._makers = makers
 
     def reset(self, *, seed: int) -> Any:
         self.env = self._makers[seed % len(self._makers)]()
