@@ -25,13 +25,14 @@ from rlpost.data.batch import batch_from_conversations
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Completion, Conversation, InputMode, strip_end_of_turn
 from rlpost.data.history import History
-from rlpost.data.ragged import ATTENTION, Key, column, one_each, padded, ragged, strings, token_fields, versions
+from rlpost.data.ragged import Key, column, one_each, padded, ragged, strings, token_fields, versions
 from rlpost.envs.base import EnvBase
 from rlpost.errors import DataError, PolicyError
 from rlpost.policies.base import Policy, Request
 from rlpost.settings import SamplingSettings
 from rlpost.text import with_calls
 from rlpost.torchrl.policies import put
+from rlpost.torchrl.sequences import rows_of
 
 FLAT_AS_NESTED = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
 PAD = 0  # of `flat_batch`; the attention mask tells pads from ids
@@ -190,14 +191,13 @@ def add_replies(
     carried forward yet are the environment's. Raises DataError if there is no turn in that form, and if the policy
     read other ids than those carried forward.
     """
-    written = _Written(tensordict)
     nothing = [None] * len(conversations)
-    prompts, sampled = written.ids(("tokens", "prompt")) or nothing, written.sampled()
+    prompts, sampled = _ids(tensordict, ("tokens", "prompt")) or nothing, _sampled(tensordict)
     texts = _texts(tensordict, conversations, sampled, tokenizer, mode)
-    log_probs = written.ids(("log_probs", "response"), last=True) or nothing
-    reasons = written.entry("finish_reason") or ["stop"] * len(conversations)
-    labels = written.entry("policy_version") or [-1] * len(conversations)
-    rendered = written.entry(("text", "prompt")) or [""] * len(conversations)
+    log_probs = _ids(tensordict, ("log_probs", "response"), last=True) or nothing
+    reasons = _entry(tensordict, "finish_reason") or ["stop"] * len(conversations)
+    labels = _entry(tensordict, "policy_version") or [-1] * len(conversations)
+    rendered = _entry(tensordict, ("text", "prompt")) or [""] * len(conversations)
     for i, conversation in enumerate(conversations):
         _add_prompt(conversation, prompts[i], rendered[i])
         if reasons[i] == "context":  # no room was left for a turn, and none was taken
@@ -228,33 +228,20 @@ def _add_prompt(conversation: Conversation, read: list[int] | None, text: str) -
     conversation.add_observation(read[len(carried) :])
 
 
-class _Written:
-    """The entries that a policy wrote into a TensorDict, row by row; None for one that it did not write."""
+def _entry(tensordict: TensorDictBase, key: Key) -> list[Any] | None:
+    """The entry `key`, one value a row; None if the policy did not write it."""
+    return column(tensordict, key) if key in tensordict.keys(include_nested=True) else None
 
-    def __init__(self, tensordict: TensorDictBase) -> None:
-        self._tensordict = tensordict
-        self._keys = set(tensordict.keys(include_nested=True))
 
-    def entry(self, key: Key) -> list[Any] | None:
-        """The entry `key`, one value a row."""
-        return column(self._tensordict, key) if key in self._keys else None
+def _ids(tensordict: TensorDictBase, key: Key, *, last: bool = False) -> list[Any] | None:
+    rows = rows_of(tensordict, key, last=last)
+    return rows and [row.tolist() for row in rows]
 
-    def ids(self, key: Key, attention: Key = ATTENTION, *, last: bool = False) -> list[Any] | None:
-        """The entry `key` as lists without pads; a padded mask covers it with its first places, or its `last`."""
-        rows, masks = self.entry(key), self.entry(attention)
-        if rows is None or masks is None or self._tensordict[attention].is_nested:
-            return rows and [row.tolist() for row in rows]
-        width = rows[0].numel()
-        kept = [(mask[-width:] if last else mask[:width]).bool() for mask in masks]
-        return [row[mask].tolist() for row, mask in zip(rows, kept, strict=True)]
 
-    def sampled(self) -> list[list[int]] | None:
-        """The sampled ids of each row: the response, or the part of `full` behind the prompt."""
-        if "tokens_response" in self._keys:
-            return self.ids("tokens_response", "attention_mask", last=True)
-        if ("tokens", "response") in self._keys:
-            return self.ids(("tokens", "response"), last=True)
-        return _behind(self.ids(("tokens", "full")), self.ids(("tokens", "prompt")))
+def _sampled(tensordict: TensorDictBase) -> list[list[int]] | None:
+    """The sampled ids of each row: the response, or the part of `full` behind the prompt; None if there are none."""
+    response = _ids(tensordict, "tokens_response", last=True) or _ids(tensordict, ("tokens", "response"), last=True)
+    return response or _behind(_ids(tensordict, ("tokens", "full")), _ids(tensordict, ("tokens", "prompt")))
 
 
 def _texts(
@@ -268,11 +255,10 @@ def _texts(
 
     Raises DataError if there is none.
     """
-    written = _Written(tensordict)
     if mode is not InputMode.tokens:
-        texts = written.entry("text_response") or written.entry(("text", "response"))
+        texts = _entry(tensordict, "text_response") or _entry(tensordict, ("text", "response"))
         if texts is None and mode is InputMode.text:
-            texts = _behind(written.entry(("text", "full")), written.entry(("text", "prompt")))
+            texts = _behind(_entry(tensordict, ("text", "full")), _entry(tensordict, ("text", "prompt")))
         if texts is not None:
             return [strip_end_of_turn(text, tokenizer) for text in texts]
     if sampled is not None and (mode is InputMode.tokens or (tokenizer is not None and all(sampled))):

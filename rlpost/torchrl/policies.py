@@ -37,7 +37,6 @@ from rlpost.data.conversation import Completion, Conversation, InputMode, Messag
 from rlpost.data.history import History
 from rlpost.data.ragged import (
     ASSISTANT,
-    ATTENTION,
     Key,
     column,
     padded,
@@ -55,7 +54,7 @@ from rlpost.policies.drawing import check_whole
 from rlpost.settings import SamplingSettings
 from rlpost.text import did_you_mean, nearest
 from rlpost.torchrl.batches import concat_rows, select_rows
-from rlpost.torchrl.sequences import TOKENS, Sequences
+from rlpost.torchrl.sequences import MASKS, TOKENS, Sequences, rows_of
 
 MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
 
@@ -282,7 +281,8 @@ class Reader:
         And which of them are the assistant's; None if that is unknown. Raises DataError for an entry that is missing.
         """
         if self._finds(TOKENS):
-            return self.ids(TOKENS), self._sampled() if ASSISTANT in self.keys else None
+            masks = rows_of(self.rows, ASSISTANT)
+            return self.ids(TOKENS), masks and [mask.tolist() for mask in masks]
         if self._finds("conversation"):
             played = self.entry("conversation")
             sampled = [[False] * len(c.prompt_ids) + [bool(m) for m in c.mask] for c in played]
@@ -299,11 +299,10 @@ class Reader:
 
         Raises DataError for padded ids without a mask: a pad token may be an end of turn as well.
         """
-        rows = self.entry(key)
-        if (masks := self._attention(rows)) is not None:
-            return [row[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
+        self._check_there(key)
+        rows = rows_of(self.rows, key) or []
         pad = self.policy.tokenizer.pad_token_id
-        if pad is not None and pad != self.policy.tokenizer.eos_token_id:
+        if pad is not None and pad != self.policy.tokenizer.eos_token_id and not self.keys.intersection(MASKS):
             for number, row in enumerate(rows):
                 if row.numel() and pad in (int(row[0]), int(row[-1])):
                     raise DataError(
@@ -313,12 +312,16 @@ class Reader:
         return [row.tolist() for row in rows]
 
     def entry(self, key: Key) -> list[Any]:
-        """The entry `key`, one value a row. Raises DataError if it is missing, naming those of the batch."""
+        """The entry `key`, one value a row. Raises DataError if it is missing."""
+        self._check_there(key)
+        found = self.rows.get(key)
+        return found.to_chats() if isinstance(found, History) else column(self.rows, key)
+
+    def _check_there(self, key: Key) -> None:
+        """Raise DataError if the entry `key` is missing, naming those of the batch."""
         if key not in self.keys:
             there = ", ".join(sorted(map(str, self.keys)))
             raise DataError(f"the policy reads {key!r}, which is not in the TensorDict: it has {there or 'nothing'}")
-        found = self.rows.get(key)
-        return found.to_chats() if isinstance(found, History) else column(self.rows, key)
 
     def _finds(self, key: Key) -> bool:
         """Whether to read the entry `key`, which the batch has, whatever the mode; no with an `input_key`."""
@@ -378,23 +381,6 @@ class Reader:
         if self.face.input_key is None and isinstance(self.rows.get(key[0], None), History):
             key = key[0]
         return self.entry(key)
-
-    # Masks
-
-    def _sampled(self) -> list[list[bool]]:
-        """Which ids of `("tokens", "full")` are the assistant's."""
-        masks = self.entry(ASSISTANT)
-        attention = self._attention(masks) or [torch.ones_like(mask) for mask in masks]
-        return [mask[there].tolist() for mask, there in zip(masks, attention, strict=True)]
-
-    def _attention(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The attention masks of `rows`, cut to their lengths if they go on over a response; None if none fits."""
-        for key in (ATTENTION, "attention_mask"):
-            if key in self.keys:
-                masks = [mask[: row.numel()].bool() for mask, row in zip(self.entry(key), rows, strict=True)]
-                if all(mask.numel() == row.numel() for mask, row in zip(masks, rows, strict=True)):
-                    return masks
-        return None
 
 
 def in_one_dimension(batch: TensorDictBase) -> TensorDictBase:

@@ -21,6 +21,7 @@ TOKENS, HISTORY = ("tokens", "full"), ("history", "full")
 RESTARTS = ("tokens", "restarts")
 REF_LOG_PROBS: Key = ("next", "ref_log_probs", "full")
 LOG_PROBS: Key = ("log_probs", "full")
+MASKS: tuple[Key, ...] = (ATTENTION, "attention_mask")
 LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
 
 
@@ -114,8 +115,12 @@ class Sequences:
         return chosen
 
 
-def rows_of(batch: TensorDictBase, key: Key) -> list[torch.Tensor] | None:
-    """The rows of a field of the batch, on the CPU and without padding; None if there is no such field."""
+def rows_of(batch: TensorDictBase, key: Key, *, last: bool = False) -> list[torch.Tensor] | None:
+    """The rows of a field of the batch, on the CPU and without padding; None if there is no such field.
+
+    The attention mask of a padded batch covers the field with its first places, or with its `last` ones, as those of
+    prompts and responses cover a part of it.
+    """
     values = batch.get(key, None)
     if values is None:
         return None
@@ -123,10 +128,13 @@ def rows_of(batch: TensorDictBase, key: Key) -> list[torch.Tensor] | None:
     if values.is_nested:
         return ragged_rows(values)
     values = values.squeeze(-1) if values.ndim == 3 else values
-    attention = batch.get(ATTENTION, None)
-    if attention is None or attention.is_nested or attention.shape != values.shape:
-        return list(values.unbind())
-    return [row[there] for row, there in zip(values, attention.bool().cpu(), strict=True)]
+    width = values.shape[-1]
+    for name in MASKS:
+        mask = batch.get(name, None)
+        if mask is not None and not mask.is_nested and values.ndim == 2 and width <= mask.shape[-1]:
+            there = (mask[:, mask.shape[-1] - width :] if last else mask[:, :width]).bool().cpu()
+            return [row[kept] for row, kept in zip(values, there, strict=True)]
+    return list(values.unbind())
 
 
 def read(
