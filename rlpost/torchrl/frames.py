@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack, pad_sequence
@@ -37,7 +37,7 @@ class TensorDictEnv(ABC):
 
     batch_size: torch.Size = torch.Size([])
     device: torch.device | None = None
-    action_spec: Spec
+    action_spec: Any  # a `Bounded` or `Categorical`
     observation_keys: Sequence[str] = ("observation",)
     action_keys: Sequence[str] = ("action",)
 
@@ -124,12 +124,7 @@ class TensorDictEnv(ABC):
         return tensordict if self.device is None else tensordict.to(self.device)
 
 
-class Spec(Protocol):
-    """The space of one entry of one environment."""
-
-    def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """Values drawn uniformly, of shape (*batch_size, *shape)."""
-        ...
+# Spaces of actions and observations
 
 
 class Bounded:
@@ -142,7 +137,7 @@ class Bounded:
         self.shape, self.dtype = low.shape, low.dtype
 
     def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """See `Spec.rand`; whole numbers include both bounds."""
+        """Values drawn uniformly, (*batch_size, *shape); whole numbers include both bounds."""
         below, above = self.low.double(), self.high.double()
         low = torch.where(below.isinf(), torch.where(above.isinf(), -1.0, above - 1), below)
         high = torch.where(above.isinf(), torch.where(below.isinf(), 1.0, below + 1), above)
@@ -159,8 +154,11 @@ class Categorical:
         self.n, self.shape, self.start = n, torch.Size(shape), start
 
     def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """See `Spec.rand`."""
+        """Numbers drawn uniformly, (*batch_size, *shape)."""
         return torch.randint(self.start, self.start + self.n, (*batch_size, *self.shape))
+
+
+Spec = Bounded | Categorical  # the space of one entry of one environment
 
 
 # Several environments at once, a thread each
@@ -191,7 +189,6 @@ class ParallelEnv(TensorDictEnv):
         self.observation_keys, self.action_keys = self.envs[0].observation_keys, self.envs[0].action_keys
         self.wait_seconds = wait_seconds
         self._threads = [_Worker(f"rlpost-env-{i}") for i in range(num_workers)]
-        self._closed = False
 
     def begin(self, where: torch.Tensor) -> TensorDict:
         """See `TensorDictEnv.begin`."""
@@ -227,11 +224,9 @@ class ParallelEnv(TensorDictEnv):
 
     def close(self) -> None:
         """Close the environments, each once the step it is at has ended; a second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        places = [i for i, thread in enumerate(self._threads) if thread.stop.alive]
         try:
-            self._all(lambda i: self.envs[i].close(), range(len(self.envs)))
+            self._all(lambda i: self.envs[i].close(), places)
         finally:
             for thread in self._threads:
                 thread.stop()
