@@ -6,7 +6,6 @@ group if more are sampled than it holds.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -20,6 +19,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rlpost.data.batch import best
 from rlpost.data.ragged import Key, column, ragged_rows
+from rlpost.data.replay_buffer import HoldsGroups
 from rlpost.objectives.advantage import advantages, shuffled
 from rlpost.torchrl.batches import concat_rows, from_plain, places_of_each, select_rows, to_plain
 
@@ -29,15 +29,14 @@ Selector = Callable[[Sequence[TensorDictBase], torch.Tensor, int, Bounds | None]
 GroupKey = tuple[bool, str]  # whether groups are numbered, and the number or the prompt as text
 Trajectories = list[TensorDictBase]  # the steps (L_i,) of each
 MOST_COMBINATIONS = 100_000  # `balanced` looks at all of these, and climbs where there are more
-log = logging.getLogger("rlpost")
 REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
 
 
 # Groups that wait for members
 
 
-class HoldsGroups(ABC):
-    """A transform that holds groups back until they are complete, at most `max_waiting` of them.
+class GroupTransform(HoldsGroups, ABC):
+    """A transform that holds trajectories back until their group is complete.
 
     A subclass is a dataclass with the fields below; it sets `group_size`, the trajectories of a complete group.
     """
@@ -46,12 +45,9 @@ class HoldsGroups(ABC):
     rewards_key: Key
     done_key: Key
     group_key: str
-    max_waiting: int
     group_size: int
-    num_evicted = 0  # groups that were discarded since too many waited
 
     def __post_init__(self) -> None:
-        # the group that has longest gained no trajectory comes first
         self._waiting: dict[GroupKey, Trajectories] = {}
 
     def __call__(self, batch: TensorDictBase) -> TensorDict | None:
@@ -70,11 +66,6 @@ class HoldsGroups(ABC):
     @abstractmethod
     def _add(self, key: GroupKey, new: Trajectories) -> Iterable[TensorDictBase]:
         """Add trajectories to their group, and take those out that are to be written."""
-
-    @property
-    def num_incomplete(self) -> int:
-        """Groups that still wait for members."""
-        return len(self._waiting)
 
     def counts(self) -> dict[str, float]:
         """The metrics of this transform in a training; counted since the run began."""
@@ -97,25 +88,12 @@ class HoldsGroups(ABC):
         value = column(steps, self.group_key if numbered else self.prompt_key)[0]
         return numbered, str(value.tolist() if isinstance(value, torch.Tensor) else value)
 
-    def _evict(self) -> None:
-        """Discard the groups that have waited longest for another trajectory; logs and counts them."""
-        while len(self._waiting) > self.max_waiting:
-            group = self._waiting.pop(next(iter(self._waiting)))
-            self.num_evicted += 1
-            log.warning(
-                "gave up a group with %d of %d trajectories, since %d others wait (max_waiting); %d given up so far",
-                len(group),
-                self.group_size,
-                self.max_waiting,
-                self.num_evicted,
-            )
-
 
 # Advantages
 
 
 @dataclass(eq=False)
-class MCAdvantage(HoldsGroups):
+class MCAdvantage(GroupTransform):
     """Holds trajectories back until their group has `grpo_size`, then writes what each earned beyond the others.
 
     A batch is trajectories one after the other on one dimension, or a line of them for each
@@ -185,12 +163,12 @@ class MCAdvantage(HoldsGroups):
         self._early.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `HoldsGroups.state_dict`."""
+        """See `GroupTransform.state_dict`."""
         counts = [self.num_complete, self.num_written, self.num_dropped]
         return super().state_dict() | {"early": [number for _, number in self._early], "counts": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `HoldsGroups.load_state_dict`."""
+        """See `GroupTransform.load_state_dict`."""
         super().load_state_dict(state)
         self._early = {(True, number): None for number in state["early"]}
         self.num_complete, self.num_written, self.num_dropped = state["counts"]
@@ -276,7 +254,7 @@ class MCAdvantage(HoldsGroups):
 
 
 @dataclass(eq=False)
-class TopKRewardSelector(HoldsGroups):
+class TopKRewardSelector(GroupTransform):
     """Holds trajectories back until each prompt has its number, then lets the best of them through.
 
     A prompt is complete with `total_dialog_turns` trajectories, each of one row or of the rows of
