@@ -327,18 +327,13 @@ def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
     before, after = ([[1] * len(ids) for ids in rows] for rows in (prompts, responses))
     log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
     texts = ["".join(with_calls(m) for m in c.messages if m["role"] == "assistant") for c in conversations]
-    over = torch.zeros(len(conversations), 1, dtype=torch.bool)
-    whole = batch_from_conversations(conversations)
-    return TensorDict(
-        {
-            "text": strings([c.prompt_text for c in conversations]),
-            "text_response": strings(texts),
-            "tokens": tokens["full"],
-            "tokens_response": tokens["response"],
-            "attention_mask": token_fields(before, after, torch.int64, PAD)["full"],
-            "log_probs": padded(log_probs, PAD),
-            **{name: over.clone() for name in ("done", "terminated", "truncated")},
-            **{name: whole.get(name) for name in FLAT_AS_NESTED},
-        },
-        batch_size=[len(conversations)],
-    )
+    flat = batch_from_conversations(conversations).select(*FLAT_AS_NESTED)
+    flat.set("text", strings([c.prompt_text for c in conversations]))
+    flat.set("text_response", strings(texts))
+    flat.set("tokens", tokens["full"])
+    flat.set("tokens_response", tokens["response"])
+    flat.set("attention_mask", token_fields(before, after, torch.int64, PAD)["full"])
+    flat.set("log_probs", padded(log_probs, PAD))
+    for name in ("done", "terminated", "truncated"):
+        flat.set(name, torch.zeros(len(conversations), 1, dtype=torch.bool))
+    return flat

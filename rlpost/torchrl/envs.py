@@ -287,20 +287,18 @@ class GSM8KRewardParser(Transform):
         replies = [strip_end_of_turn(reply) for reply in column(tensordict, key)]
         truths = [final_answer(truth) for truth in column(tensordict, "answer")]
         verdicts = [gsm8k.judge(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
-        scores = [self.score(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
-
-        def cube(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).view(-1, 1, 1)  # (B, 1, 1)
-
-        reward = cube([score.reward for score in scores])
+        rewards = torch.tensor([self.score(*pair).reward for pair in zip(replies, truths, strict=True)])
         if "reward" in tensordict:
-            reward = reward + tensordict["reward"].view(-1, 1, 1)
-        tensordict.set("reward_answer", cube([float(bool(v.answer)) for v in verdicts]))
-        tensordict.set("reward_think", cube([float(v.think is not None) for v in verdicts]))
-        tensordict.set("reward_right", cube([float(v.right) for v in verdicts]))
-        tensordict.set("reward", reward)
-        tensordict.set("success", cube([v.right for v in verdicts], torch.bool))
-        return tensordict.set("done", cube([bool(v.answer) for v in verdicts], torch.bool))
+            rewards = rewards + tensordict["reward"].flatten()
+        columns = {
+            "reward_answer": torch.tensor([float(bool(v.answer)) for v in verdicts]),
+            "reward_think": torch.tensor([float(v.think is not None) for v in verdicts]),
+            "reward_right": torch.tensor([float(v.right) for v in verdicts]),
+            "reward": rewards,
+            "success": torch.tensor([v.right for v in verdicts]),
+            "done": torch.tensor([bool(v.answer) for v in verdicts]),
+        }
+        return tensordict.update({name: values.view(-1, 1, 1) for name, values in columns.items()})
 
 
 def final_answer(truth: str) -> str:

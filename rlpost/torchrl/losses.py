@@ -169,12 +169,7 @@ class GRPOLoss(nn.Module):
             return aggregate(values[counts, :longest], terms.mask[counts, :longest], self.aggregation)
 
         metrics = policy_metrics([terms])
-        output = GRPOLossOutput(
-            loss_objective=share(terms.loss),
-            clip_fraction=metrics["clip_fraction"],
-            kl_approx=metrics["kl_to_old"],
-            ESS=metrics["ess"],
-        )
+        output = GRPOLossOutput(share(terms.loss), metrics["clip_fraction"], metrics["kl_to_old"], metrics["ess"])
         if self.entropy_bonus:
             output.entropy = masked_mean(entropy, terms.mask).detach()
             output.loss_entropy = -self.entropy_coeff * share(entropy)

@@ -61,22 +61,15 @@ MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs
 
 # How a policy is called on a TensorDict
 
-# word of `generate_kwargs` -> the name for all spellings of that word
-SPELLINGS = {
-    "max_new_tokens": "max_new_tokens",
+SAMPLING = tuple(field.name for field in fields(SamplingSettings))
+WORDS = ("max_new_tokens", "num_samples", "do_sample", *SAMPLING)  # of `generate_kwargs`
+ALSO_CALLED = {
     "max_tokens": "max_new_tokens",
     "num_return_sequences": "num_samples",
     "n": "num_samples",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "stop": "stop",
     "stop_sequences": "stop",
     "stop_strings": "stop",
-    "do_sample": "do_sample",
 }
-SAMPLING = tuple(field.name for field in fields(SamplingSettings))
 
 
 @dataclass(frozen=True)
@@ -192,10 +185,11 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
     """`generate_kwargs` with one name per thing. Raises ConfigError for unknown words."""
     chosen: dict[str, Any] = {}
     for word, value in given.items():
-        if word not in SPELLINGS:
-            near = did_you_mean(nearest(word, SPELLINGS), f"the words are {', '.join(SPELLINGS)}")
+        name = ALSO_CALLED.get(word, word)
+        if name not in WORDS:
+            near = did_you_mean(nearest(word, WORDS), f"the words are {', '.join(WORDS)}")
             raise ConfigError(f"generate_kwargs has no {word!r}{near}")
-        chosen[SPELLINGS[word]] = value
+        chosen[name] = value
     return chosen
 
 
@@ -262,13 +256,9 @@ class Reader:
         if self._finds("conversation"):
             return self._carried_on()
         if self.face.input_mode is InputMode.history:
-            made = [self._opened(messages=chat) for chat in self._chats()]
-        elif self.face.input_mode is InputMode.text:
-            texts = self.entry(self.face.prompt_key)
-            made = [self._opened(text, text_ids(self.policy.tokenizer, text)) for text in texts]
+            made = [self._opened(chat) for chat in self._chats()]
         else:
-            rows = self.ids(self.face.prompt_key)
-            made = [self._opened(self.policy.tokenizer.decode(ids), ids) for ids in rows]
+            made = [self._opened([{"role": "user", "content": text}], ids) for text, ids in self._texts()]
         if self._finds(("tokens", "prompt")) and self.face.input_mode is not InputMode.tokens:
             self._go_by_ids(made)
         for number, conversation in enumerate(made):
@@ -287,10 +277,8 @@ class Reader:
             played = self.entry("conversation")
             sampled = [[False] * len(c.prompt_ids) + [bool(m) for m in c.mask] for c in played]
             return [c.prompt_ids + c.response_ids for c in played], sampled
-        if self.face.input_mode is InputMode.tokens:
-            return self.ids(self.face.prompt_key), None
-        if self.face.input_mode is InputMode.text:
-            return [text_ids(self.policy.tokenizer, text) for text in self.entry(self.face.prompt_key)], None
+        if self.face.input_mode is not InputMode.history:
+            return [ids for _, ids in self._texts()], None
         encoded = list(map(ChatMask(self.policy.tokenizer).encode, self._chats()))
         return [ids for ids, _ in encoded], [sampled for _, sampled in encoded]
 
@@ -339,18 +327,14 @@ class Reader:
                     conversation.prompt_text = self.policy.tokenizer.decode(ids)
         return conversations
 
-    def _opened(
-        self, text: str = "", ids: list[int] | None = None, messages: list[Message] | None = None
-    ) -> Conversation:
-        """A new conversation of this policy, with a number of its own: the prompt `text`, as `ids`, or `messages`."""
-        conversation = Conversation(
-            task={}, messages=messages or [{"role": "user", "content": text}], group_id=self.policy.rows_numbered
-        )
+    def _opened(self, messages: list[Message], ids: list[int] | None = None) -> Conversation:
+        """A new conversation of this policy, with a number of its own; `ids` are those of its one message."""
+        conversation = Conversation(task={}, messages=messages, group_id=self.policy.rows_numbered)
         self.policy.rows_numbered += 1
         if ids is None:
             self.policy.continuation.begin(conversation)
         else:
-            conversation.prompt_text, conversation.prompt_ids = text, ids
+            conversation.prompt_text, conversation.prompt_ids = messages[0]["content"], ids
         return conversation
 
     def _go_by_ids(self, conversations: list[Conversation]) -> None:
@@ -374,6 +358,13 @@ class Reader:
                 f"the {longest} the model takes: shorten it"
             )
         conversation.max_completion_tokens = min(room, MAX_NEW_TOKENS) if limit is None else limit
+
+    def _texts(self) -> list[tuple[str, list[int]]]:
+        """The text and the ids of each row, in the modes text and tokens."""
+        tokenizer, key = self.policy.tokenizer, self.face.prompt_key
+        if self.face.input_mode is InputMode.text:
+            return [(text, text_ids(tokenizer, text)) for text in self.entry(key)]
+        return [(tokenizer.decode(ids), ids) for ids in self.ids(key)]
 
     def _chats(self) -> list[list[Message]]:
         """The messages of each row; an environment writes them as `history` itself, not as a part of it."""
