@@ -15,13 +15,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.batch import best
 from rlpost.data.ragged import Key, column, ragged_rows
 from rlpost.data.replay_buffer import HoldsGroups
 from rlpost.objectives.advantage import advantages, shuffled
 from rlpost.torchrl.batches import concat_rows, from_plain, places_of_each, select_rows, to_plain
+from rlpost.torchrl.sequences import in_one_dimension
 
 Bounds = tuple[float, float]
 # (candidates, their returns (N,), group size, bounds of the mean return) -> who is chosen; None: nobody yet
@@ -379,8 +380,7 @@ def trajectories_of(batch: TensorDictBase, done_key: Key) -> Trajectories:
     """
     if batch.ndim > 1:
         return [steps for part in batch.unbind(0) for steps in trajectories_of(part, done_key)]
-    if isinstance(batch, LazyStackedTensorDict):
-        batch = concat_rows([step.unsqueeze(0) for step in batch.unbind(0)])
+    batch = in_one_dimension(batch)
     done = batch[done_key].reshape(batch.batch_size[0], -1).any(-1)
     if not done[-1]:
         raise RuntimeError(

@@ -37,7 +37,7 @@ class TensorDictEnv(ABC):
 
     batch_size: torch.Size = torch.Size([])
     device: torch.device | None = None
-    action_spec: Any  # a `Bounded` or `Categorical`
+    action_spec: Bounded | Categorical
     observation_keys: Sequence[str] = ("observation",)
     action_keys: Sequence[str] = ("action",)
 
@@ -209,8 +209,7 @@ class ParallelEnv(TensorDictEnv):
         given different ones have no environment alike.
         """
         for place, env in enumerate(self.envs):
-            digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=4).digest()
-            env.set_seed(seed if static_seed else int.from_bytes(digest, "big") >> 1)
+            env.set_seed(seed if static_seed else _derived(seed, place))
         return seed if static_seed else seed + len(self.envs) - 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,6 +243,11 @@ class ParallelEnv(TensorDictEnv):
 
     def _too_late(self, places: Sequence[int]) -> PolicyError:
         return PolicyError(f"waited {self.wait_seconds:g} s for environment {places[0]} of the pool: it may hang")
+
+
+def _derived(seed: int, number: int) -> int:
+    """A seed that depends on both."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=4).digest(), "big") >> 1
 
 
 class AsyncEnvPool(ParallelEnv):
@@ -340,7 +344,6 @@ class GymEnv(TensorDictEnv):
         self._by_name = isinstance(space, gymnasium.spaces.Dict)
         self._seed: int | None = None
         self._episodes = 0  # begun since it was seeded
-        self._closed = False
 
     def begin(self, where: torch.Tensor) -> TensorDict:
         """See `TensorDictEnv.begin`."""
@@ -373,15 +376,12 @@ class GymEnv(TensorDictEnv):
 
     def close(self) -> None:
         """Close the game."""
-        if not self._closed:
-            self._closed = True
-            self._game.close()
+        self._game.close()
 
     def _episode_seed(self) -> int | None:
         if self._seed is None or self._episodes == 0:
             return self._seed
-        digest = hashlib.blake2b(f"{self._seed}/{self._episodes}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest, "big") >> 1
+        return _derived(self._seed, self._episodes)
 
     def _frame(self, observation: Any) -> TensorDict:
         named = observation if self._by_name else {"observation": observation}

@@ -28,7 +28,7 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch.distributions import Categorical
 
 from rlpost.data.chat import ChatMask
@@ -53,8 +53,8 @@ from rlpost.policies.base import Policy
 from rlpost.policies.drawing import check_whole
 from rlpost.settings import SamplingSettings
 from rlpost.text import did_you_mean, nearest
-from rlpost.torchrl.batches import concat_rows, select_rows
-from rlpost.torchrl.sequences import MASKS, TOKENS, Sequences, rows_of
+from rlpost.torchrl.batches import select_rows
+from rlpost.torchrl.sequences import MASKS, TOKENS, Sequences, in_one_dimension, rows_of
 
 MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
 
@@ -372,15 +372,6 @@ class Reader:
         if self.face.input_key is None and isinstance(self.rows.get(key[0], None), History):
             key = key[0]
         return self.entry(key)
-
-
-def in_one_dimension(batch: TensorDictBase) -> TensorDictBase:
-    """The rows of `batch`, of any shape, as a TensorDict (N,), the last dimension fastest."""
-    if batch.ndim == 0:
-        return batch.unsqueeze(0)
-    if batch.ndim == 1 and not isinstance(batch, LazyStackedTensorDict):
-        return batch
-    return concat_rows([in_one_dimension(part) for part in batch.unbind(0)])
 
 
 # What the policy writes

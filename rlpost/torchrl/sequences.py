@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import nn
 
 from rlpost.data.chat import ChatMask
@@ -16,6 +16,7 @@ from rlpost.data.ragged import ASSISTANT, ATTENTION, Key, padded, ragged, ragged
 from rlpost.errors import DataError
 from rlpost.model.logprobs import microbatches_of, token_log_probs
 from rlpost.model.packing import Row, by_row
+from rlpost.torchrl.batches import concat_rows
 
 TOKENS, HISTORY = ("tokens", "full"), ("history", "full")
 RESTARTS = ("tokens", "restarts")
@@ -113,6 +114,15 @@ class Sequences:
             chosen = self.field(batch, ASSISTANT, hint).bool()
         chosen[:, 0] = False
         return chosen
+
+
+def in_one_dimension(batch: TensorDictBase) -> TensorDictBase:
+    """The rows of `batch`, of any shape, as a TensorDict (N,), the last dimension fastest."""
+    if batch.ndim == 0:
+        return batch.unsqueeze(0)
+    if batch.ndim == 1 and not isinstance(batch, LazyStackedTensorDict):
+        return batch
+    return concat_rows([in_one_dimension(part) for part in batch.unbind(0)])
 
 
 def rows_of(batch: TensorDictBase, key: Key, *, last: bool = False) -> list[torch.Tensor] | None:
