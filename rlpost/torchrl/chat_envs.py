@@ -35,6 +35,7 @@ from rlpost.torchrl.policies import put
 from rlpost.torchrl.sequences import rows_of
 
 FLAT_AS_NESTED = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
+TDPolicy = Callable[[TensorDictBase], TensorDictBase]
 PAD = 0  # of `flat_batch`; the attention mask tells pads from ids
 
 
@@ -76,12 +77,7 @@ class EnvFace:
         return self.observe([next(fresh) if c.done else c for c in conversations])
 
     def rollout(
-        self,
-        max_steps: int,
-        policy: Callable[[TensorDictBase], TensorDictBase],
-        tensordict: TensorDictBase | None,
-        *,
-        break_when_any_done: bool,
+        self, max_steps: int, policy: TDPolicy, tensordict: TensorDictBase | None, *, break_when_any_done: bool
     ) -> TensorDictBase:
         """See `EnvBase.rollout`."""
         steps = []
@@ -103,15 +99,18 @@ class EnvFace:
 
     def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
         """See `EnvBase.rows_of`."""
-        plain = [name for name, value in tensordict.items() if not isinstance(value, TensorDict)]
-        columns = {name: column(tensordict, name) for name in plain}
-        if "query" not in columns and "text" not in columns:
+        rows = rows_as_dicts(tensordict)
+        if not {"text", "query"} & rows[0].keys():
             raise DataError(
-                f"reset was given {', '.join(columns)} but neither 'text' nor 'query': give one of them, a str a row"
+                f"reset was given {', '.join(rows[0])} but neither 'text' nor 'query': give one of them, a str a row"
             )
-        if "text" in columns:
-            columns.setdefault("query", columns.pop("text"))
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [{"query": row.pop("text"), **row} if "text" in row else row for row in rows]
+
+
+def rows_as_dicts(tensordict: TensorDictBase) -> list[dict[str, Any]]:
+    """The entries of each row, those of groups aside."""
+    columns = {n: column(tensordict, n) for n, value in tensordict.items() if not isinstance(value, TensorDict)}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 # What an environment shows, and the turn that it takes
@@ -296,7 +295,7 @@ class CalledPolicy(Policy):
     without ids a turn is text alone, and missing log-probs are NaN.
     """
 
-    def __init__(self, called: Callable[[TensorDictBase], TensorDictBase], env: EnvBase) -> None:
+    def __init__(self, called: TDPolicy, env: EnvBase) -> None:
         super().__init__(sampling=SamplingSettings())
         self.called = called
         self.env = env

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from rlpost.envs.transforms.training import DataLoadingPrimer
 from rlpost.errors import DataError
 from rlpost.rewards import gsm8k
 from rlpost.rewards.score import Score
-from rlpost.torchrl.chat_envs import flat_batch
+from rlpost.torchrl.chat_envs import flat_batch, rows_as_dicts
 from rlpost.torchrl.frames import Categorical, TensorDictEnv
 
 COMPLETION_PROMPT = (
@@ -134,13 +135,13 @@ class LLMEnv(ChatEnv):
 
     def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
         """See `EnvBase.rows_of`; its prompt is under this environment's own key."""
-        columns = {str(name): column(tensordict, name) for name in tensordict.keys()}  # noqa: SIM118
-        if self.data_key not in columns:
+        names = list(map(str, tensordict.keys()))
+        if self.data_key not in names:
             raise NoPromptError(
-                f"reset was given {', '.join(columns) or 'nothing'} and no {self.data_key!r}, which a prompt is read "
+                f"reset was given {', '.join(names) or 'nothing'} and no {self.data_key!r}, which a prompt is read "
                 f"from (from_text={self.from_text})"
             )
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return rows_as_dicts(tensordict)
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
         """See `EnvBase.begin`."""
@@ -220,6 +221,7 @@ def make_gsm8k_env(dataset: str | Sequence[Mapping[str, Any]] = HUB_ID, **chat: 
     return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser())
 
 
+@dataclass(eq=False)
 class GSM8KPrepareQuestion(Transform):
     """Turns a question into a prompt that the model completes from inside its reasoning.
 
@@ -227,10 +229,9 @@ class GSM8KPrepareQuestion(Transform):
     message; called on a TensorDict it rewrites the entry `in_key` into `out_key`.
     """
 
-    def __init__(self, template: str = COMPLETION_PROMPT, in_key: str = "text", out_key: str | None = None) -> None:
-        self.template = template
-        self.in_key = in_key
-        self.out_key = in_key if out_key is None else out_key
+    template: str = COMPLETION_PROMPT
+    in_key: str = "text"
+    out_key: str | None = None  # None: `in_key`
 
     def prepare(self, question: str) -> str:
         """The prompt for `question`."""
@@ -248,9 +249,10 @@ class GSM8KPrepareQuestion(Transform):
         if self.in_key not in tensordict or "conversation" in tensordict:
             return tensordict
         prepared = [self.prepare(question) for question in column(tensordict, self.in_key)]
-        return tensordict.set(self.out_key, strings(prepared))
+        return tensordict.set(self.out_key or self.in_key, strings(prepared))
 
 
+@dataclass(eq=False)
 class GSM8KRewardParser(Transform):
     """Scores replies: `tiers` are the rewards of a right answer, of another answer, and of none.
 
@@ -259,8 +261,7 @@ class GSM8KRewardParser(Transform):
     task's `answer` is the truth, alone or after the solution and "#### ".
     """
 
-    def __init__(self, tiers: tuple[float, float, float] = gsm8k.TIERS) -> None:
-        self.tiers = tiers
+    tiers: tuple[float, float, float] = gsm8k.TIERS
 
     def score(self, reply: str, truth: str) -> Score:
         """The score of `reply`, an end-of-turn marker at its end left out."""
