@@ -61,7 +61,7 @@ Judged = tuple[list[list[Member]], list[list[Member]]]  # whole groups: the kept
 class HoldsGroups:
     """Holds groups back until they have all their members, at most `max_waiting` of them."""
 
-    group_size: int | None  # of a complete group
+    group_size: Any  # of a complete group: an int, or None
     max_waiting: int
     num_evicted = 0  # groups that were discarded since too many waited
     _waiting: dict[Any, list[Any]]  # the one that has longest gained no member comes first

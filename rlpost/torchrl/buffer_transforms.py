@@ -46,7 +46,6 @@ class GroupTransform(HoldsGroups, ABC):
     rewards_key: Key
     done_key: Key
     group_key: str
-    group_size: int
 
     def __post_init__(self) -> None:
         self._waiting: dict[GroupKey, Trajectories] = {}

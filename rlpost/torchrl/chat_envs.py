@@ -190,7 +190,7 @@ def add_replies(
     carried forward yet are the environment's. Raises DataError if there is no turn in that form, and if the policy
     read other ids than those carried forward.
     """
-    nothing = [None] * len(conversations)
+    nothing: list[Any] = [None] * len(conversations)
     prompts, sampled = _ids(tensordict, ("tokens", "prompt")) or nothing, _sampled(tensordict)
     texts = _texts(tensordict, conversations, sampled, tokenizer, mode)
     log_probs = _ids(tensordict, ("log_probs", "response"), last=True) or nothing

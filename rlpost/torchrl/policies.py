@@ -272,7 +272,7 @@ class Reader:
         """
         if self._finds(TOKENS):
             masks = rows_of(self.rows, ASSISTANT)
-            return self.ids(TOKENS), masks and [mask.tolist() for mask in masks]
+            return self.ids(TOKENS), None if masks is None else [mask.tolist() for mask in masks]
         if self._finds("conversation"):
             played = self.entry("conversation")
             sampled = [[False] * len(c.prompt_ids) + [bool(m) for m in c.mask] for c in played]
@@ -461,10 +461,11 @@ def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
     """
     for name, value in written.items():
         there = into.get(name, None)
-        is_group = isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack)
-        if is_group and isinstance(there, History):
+        if not isinstance(value, TensorDictBase) or isinstance(value, NonTensorStack):
+            into.set(name, value)
+        elif isinstance(there, History):
             into.set(name, value["full"])
-        elif is_group and isinstance(there, TensorDictBase):
+        elif isinstance(there, TensorDictBase):
             for part, leaf in value.items():
                 there.set(part, leaf)
         else:
