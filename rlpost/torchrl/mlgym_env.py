@@ -174,14 +174,14 @@ class _OneOf(_Played):
 
 
 class _Player(_Played):
-    """The turn of one conversation with an environment that others share; `taken` is held from its start to its end."""
+    """The turn of one conversation with an environment that others share; `lock` is held from its start to its end."""
 
-    def __init__(self, env: Any, taken: threading.Lock) -> None:
-        self.env, self._taken = env, taken
+    def __init__(self, env: Any, lock: threading.Lock) -> None:
+        self.env, self._lock = env, lock
         self._holds = False
 
     def reset(self, *, seed: int) -> Any:
-        if not self._taken.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "one environment is played by one conversation at a time: give a callable that makes one"
             )
@@ -192,4 +192,4 @@ class _Player(_Played):
         """The environment itself stays, for the next conversation."""
         if self._holds:
             self._holds = False
-            self._taken.release()
+            self._lock.release()

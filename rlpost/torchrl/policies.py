@@ -407,9 +407,9 @@ def _turns_written(
         sampled = [completion.log_probs for completion in completions]
         written[face.log_probs_key] = token_fields(before, sampled, torch.float32, nothing)
     if face.input_mode is InputMode.history:
-        asked, said = [c.messages for c in conversations], [[_message(completion)] for completion in completions]
-        chats = [[*messages, *reply] for messages, reply in zip(asked, said, strict=True)]
-        parts = {"prompt": asked, "response": said, "full": chats}
+        contexts, turns = [c.messages for c in conversations], [[_message(completion)] for completion in completions]
+        chats = [[*messages, *turn] for messages, turn in zip(contexts, turns, strict=True)]
+        parts = {"prompt": contexts, "response": turns, "full": chats}
         written[face.history_key] = {name: History.from_chats(rows) for name, rows in parts.items()}
     written.pop(None, None)  # the groups without a key
     return TensorDict(written, batch_size=[len(conversations)])

@@ -155,10 +155,10 @@ def read(
     `model` reads `tokens_at_once`, or all. Raises ValueError where no id is asked for.
     """
     rows = []
-    for ids, there, asked in zip(sequences.ids, sequences.attention, mask, strict=True):
-        if asked.any():
-            first = int(asked.int().argmax())  # what comes before is read once for neighbours that share it
-            rest, chosen = ids[there][first:], asked[there][first:]
+    for ids, there, trained in zip(sequences.ids, sequences.attention, mask, strict=True):
+        if trained.any():
+            first = int(trained.int().argmax())  # what comes before is read once for neighbours that share it
+            rest, chosen = ids[there][first:], trained[there][first:]
             rows.append(Row(ids[:first], rest, chosen, torch.zeros(rest.numel())))
     if not rows:
         raise ValueError("no token of the batch is trained: all masks are empty")
