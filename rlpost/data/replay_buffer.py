@@ -58,7 +58,38 @@ class Drawn:
 Judged = tuple[list[list[Member]], list[list[Member]]]  # whole groups: the kept ones and the dropped ones
 
 
-class Groups(ABC, Generic[Member]):
+class HoldsGroups:
+    """Holds groups back until they have all their members, at most `max_waiting` of them."""
+
+    group_size: Any  # of a complete group: an int, or None
+    max_waiting: int
+    num_evicted = 0  # groups that were discarded since too many waited
+    _waiting: dict[Any, list[Any]]  # the one that has longest gained no member comes first
+
+    @property
+    def num_incomplete(self) -> int:
+        """Groups that still wait for members."""
+        return len(self._waiting)
+
+    def _size(self, group: list[Any]) -> int:
+        """How much of `group_size` a group has."""
+        return len(group)
+
+    def _evict(self) -> None:
+        """Discard the groups that have waited longest for another member; logs and counts them."""
+        while len(self._waiting) > self.max_waiting:
+            group = self._waiting.pop(next(iter(self._waiting)))
+            self.num_evicted += 1
+            log.warning(
+                "gave up a group with %d of %s completions, since %d others wait (max_waiting); %d given up so far",
+                self._size(group),
+                self.group_size,
+                self.max_waiting,
+                self.num_evicted,
+            )
+
+
+class Groups(HoldsGroups, ABC, Generic[Member]):
     """Whole groups, first in first out, each a list of members; one thread may write while another takes.
 
     - A group is whole with `group_size` rows; None: as soon as it comes.
@@ -85,11 +116,10 @@ class Groups(ABC, Generic[Member]):
         self.draw_limit = draw_limit
         self.max_waiting = max_waiting
         self.num_dropped_by_age = 0  # groups
-        self.num_evicted = 0  # groups
         self.drawn = Drawn()  # since `take_counts` was last called
         self._num_judged = 0  # groups that were whole, since the buffer was built
         self._groups: list[tuple[int, list[Member]]] = []  # whole ones, with their numbers
-        self._waiting: dict[int, list[Member]] = {}  # by number; the one that has longest gained no member first
+        self._waiting: dict[int, list[Member]] = {}  # by number
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -106,11 +136,6 @@ class Groups(ABC, Generic[Member]):
         """The rows of the whole groups."""
         with self._lock:
             return sum(self._size(group) for _, group in self._groups)
-
-    @property
-    def num_incomplete(self) -> int:
-        """Groups that still wait for members."""
-        return len(self._waiting)
 
     def remove(self, number: int) -> None:
         """Discard a whole group, for whoever samples it again."""
@@ -215,16 +240,7 @@ class Groups(ABC, Generic[Member]):
                 self._waiting[number] = group
             else:
                 (kept if self._keep(number, group) else dropped).append(group)
-        while len(self._waiting) > self.max_waiting:
-            group = self._waiting.pop(next(iter(self._waiting)))
-            self.num_evicted += 1
-            log.warning(
-                "gave up a group with %d of %s completions, since %d others wait (max_waiting); %d given up so far",
-                self._size(group),
-                self.group_size,
-                self.max_waiting,
-                self.num_evicted,
-            )
+        self._evict()
         return kept, dropped
 
     def _keep(self, number: int, group: list[Member]) -> bool:
@@ -257,10 +273,6 @@ class Groups(ABC, Generic[Member]):
         )
 
     # The members of a group
-
-    @abstractmethod
-    def _size(self, group: list[Member]) -> int:
-        """How many rows a group has."""
 
     @abstractmethod
     def _oldest(self, group: list[Member]) -> int:
@@ -308,9 +320,6 @@ class GroupBuffer(Groups[Conversation]):
             own.setdefault(conversation.group_id, []).append(conversation)
         with self._lock:
             return self._add(own)
-
-    def _size(self, group: list[Conversation]) -> int:
-        return len(group)
 
     def _oldest(self, group: list[Conversation]) -> Any:
         return min((each.policy_versions or [-1])[0] for each in group)

@@ -25,15 +25,17 @@ from rlpost.data.batch import batch_from_conversations
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Completion, Conversation, InputMode, strip_end_of_turn
 from rlpost.data.history import History
-from rlpost.data.ragged import ATTENTION, Key, column, one_each, padded, ragged, strings, token_fields, versions
+from rlpost.data.ragged import Key, column, one_each, padded, ragged, strings, token_fields, versions
 from rlpost.envs.base import EnvBase
 from rlpost.errors import DataError, PolicyError
 from rlpost.policies.base import Policy, Request
 from rlpost.settings import SamplingSettings
 from rlpost.text import with_calls
 from rlpost.torchrl.policies import put
+from rlpost.torchrl.sequences import rows_of
 
 FLAT_AS_NESTED = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
+TDPolicy = Callable[[TensorDictBase], TensorDictBase]
 PAD = 0  # of `flat_batch`; the attention mask tells pads from ids
 
 
@@ -53,7 +55,7 @@ class EnvFace:
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """See `EnvBase.step`."""
-        conversations = [conversation.copy() for conversation in conversations_of(tensordict)]
+        conversations = [conversation.copy() for conversation in column(tensordict, "conversation")]
         if any(conversation.done for conversation in conversations):
             raise DataError("a conversation of this step is over: use step_and_maybe_reset, or reset first")
         add_replies(conversations, tensordict, self.env.tokenizer, self.env.input_mode)
@@ -69,18 +71,13 @@ class EnvFace:
 
     def _following(self, stepped: TensorDictBase) -> TensorDictBase:
         """The observation after a step, with a new conversation in place of each that is over."""
-        conversations = conversations_of(stepped["next"])
+        conversations = column(stepped["next"], "conversation")
         over = sum(conversation.done for conversation in conversations)
         fresh = iter(self.env.draw(over) if over else [])
         return self.observe([next(fresh) if c.done else c for c in conversations])
 
     def rollout(
-        self,
-        max_steps: int,
-        policy: Callable[[TensorDictBase], TensorDictBase],
-        tensordict: TensorDictBase | None,
-        *,
-        break_when_any_done: bool,
+        self, max_steps: int, policy: TDPolicy, tensordict: TensorDictBase | None, *, break_when_any_done: bool
     ) -> TensorDictBase:
         """See `EnvBase.rollout`."""
         steps = []
@@ -102,15 +99,18 @@ class EnvFace:
 
     def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
         """See `EnvBase.rows_of`."""
-        plain = [name for name, value in tensordict.items() if not isinstance(value, TensorDict)]
-        columns = {name: column(tensordict, name) for name in plain}
-        if "query" not in columns and "text" not in columns:
+        rows = rows_as_dicts(tensordict)
+        if not {"text", "query"} & rows[0].keys():
             raise DataError(
-                f"reset was given {', '.join(columns)} but neither 'text' nor 'query': give one of them, a str a row"
+                f"reset was given {', '.join(rows[0])} but neither 'text' nor 'query': give one of them, a str a row"
             )
-        if "text" in columns:
-            columns.setdefault("query", columns.pop("text"))
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [{"query": row.pop("text"), **row} if "text" in row else row for row in rows]
+
+
+def rows_as_dicts(tensordict: TensorDictBase) -> list[dict[str, Any]]:
+    """The entries of each row, those of groups aside."""
+    columns = {n: column(tensordict, n) for n, value in tensordict.items() if not isinstance(value, TensorDict)}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 # What an environment shows, and the turn that it takes
@@ -166,11 +166,6 @@ def _text(conversation: Conversation, read: list[int], continuation: Continuatio
     return continuation.text(conversation)
 
 
-def conversations_of(tensordict: TensorDictBase) -> list[Conversation]:
-    """The conversations that a reset or step put into `tensordict`. Raises DataError if there are none."""
-    return column(tensordict, "conversation")
-
-
 def scores(conversations: Sequence[Conversation]) -> dict[str, Any]:
     """Rewards and accuracies after a step, (B, 1) each."""
     names = sorted({name for c in conversations for name in c.reward_parts})
@@ -195,23 +190,22 @@ def add_replies(
     carried forward yet are the environment's. Raises DataError if there is no turn in that form, and if the policy
     read other ids than those carried forward.
     """
-    written = _Written(tensordict, len(conversations))
-    ids = written.ids()
-    texts = written.texts(conversations, ids, tokenizer, mode)
-    log_probs = written.part("log_probs", "response")
-    reasons, versions = written.entries("finish_reason", "stop"), written.entries("policy_version", -1)
-    prompts, prompt_texts = written.part("tokens", "prompt"), written.entries(("text", "prompt"), "")
+    nothing: list[Any] = [None] * len(conversations)
+    prompts, sampled = _ids(tensordict, ("tokens", "prompt")) or nothing, _sampled(tensordict)
+    texts = _texts(tensordict, conversations, sampled, tokenizer, mode)
+    log_probs = _ids(tensordict, ("log_probs", "response"), last=True) or nothing
+    reasons = _entry(tensordict, "finish_reason") or ["stop"] * len(conversations)
+    labels = _entry(tensordict, "policy_version") or [-1] * len(conversations)
+    rendered = _entry(tensordict, ("text", "prompt")) or [""] * len(conversations)
     for i, conversation in enumerate(conversations):
-        _add_prompt(conversation, prompts[i], prompt_texts[i])
+        _add_prompt(conversation, prompts[i], rendered[i])
         if reasons[i] == "context":  # no room was left for a turn, and none was taken
             conversation.finish_reason = "context"
             continue
-        sampled = ids[i] or []
-        known = log_probs[i]
-        version = int(versions[i]) if isinstance(versions[i], torch.Tensor) else versions[i]
-        unknown = [float("nan")] * len(sampled)
-        completion = Completion(sampled, unknown if known is None else known, texts[i], reasons[i], version)
-        conversation.add_completion(completion)
+        ids = [] if sampled is None else sampled[i]
+        known = [float("nan")] * len(ids) if log_probs[i] is None else log_probs[i]
+        version = int(labels[i]) if isinstance(labels[i], torch.Tensor) else labels[i]
+        conversation.add_completion(Completion(ids, known, texts[i], reasons[i], version))
 
 
 def _add_prompt(conversation: Conversation, read: list[int] | None, text: str) -> None:
@@ -233,84 +227,61 @@ def _add_prompt(conversation: Conversation, read: list[int] | None, text: str) -
     conversation.add_observation(read[len(carried) :])
 
 
-class _Written:
-    """The turns that a policy wrote into a TensorDict, row by row."""
+def _entry(tensordict: TensorDictBase, key: Key) -> list[Any] | None:
+    """The entry `key`, one value a row; None if the policy did not write it."""
+    return column(tensordict, key) if key in tensordict.keys(include_nested=True) else None
 
-    def __init__(self, tensordict: TensorDictBase, size: int) -> None:
-        self._tensordict = tensordict
-        self._keys = set(tensordict.keys(include_nested=True))
-        self._size = size
 
-    def entries(self, key: Key, missing: Any) -> list[Any]:
-        """The entry `key`, or `missing` for each row."""
-        return column(self._tensordict, key) if key in self._keys else [missing] * self._size
+def _ids(tensordict: TensorDictBase, key: Key, *, last: bool = False) -> list[Any] | None:
+    rows = rows_of(tensordict, key, last=last)
+    return rows and [row.tolist() for row in rows]
 
-    def part(self, group: str, name: str) -> list[Any]:
-        """`prompt` or `response` of a group, as a list a row without pads; None if it was not written."""
-        rows = self.entries((group, name), None)
-        return self._unpadded(rows, ATTENTION, first=name == "prompt")
 
-    def _unpadded(self, rows: Sequence[torch.Tensor | None], key: Key, *, first: bool) -> list[Any]:
-        """The rows as lists without pads; the mask `key`, if padded, covers prompts with its `first` places and
-        responses with its last.
-        """
-        if key not in self._keys or rows[0] is None or self._tensordict.get(key).is_nested:
-            return [None if row is None else row.tolist() for row in rows]
-        width = rows[0].numel()
-        masks = [mask.bool() for mask in column(self._tensordict, key)]
-        kept = [mask[:width] if first else mask[mask.numel() - width :] for mask in masks]
-        return [None if row is None else row[mask].tolist() for row, mask in zip(rows, kept, strict=True)]
+def _sampled(tensordict: TensorDictBase) -> list[list[int]] | None:
+    """The sampled ids of each row: the response, or the part of `full` behind the prompt; None if there are none."""
+    response = _ids(tensordict, "tokens_response", last=True) or _ids(tensordict, ("tokens", "response"), last=True)
+    return response or _behind(_ids(tensordict, ("tokens", "full")), _ids(tensordict, ("tokens", "prompt")))
 
-    def ids(self) -> list[list[int] | None]:
-        """The sampled ids of each row: the response, or the part of `full` behind the prompt."""
-        if "tokens_response" in self._keys:
-            return self._unpadded(column(self._tensordict, "tokens_response"), "attention_mask", first=False)
-        if ("tokens", "response") in self._keys or ("tokens", "full") not in self._keys:
-            return self.part("tokens", "response")
-        prompts = self.part("tokens", "prompt")
-        rows = self._unpadded(column(self._tensordict, ("tokens", "full")), ATTENTION, first=True)
-        return [self._behind(full, prompt, ("tokens", "full")) for full, prompt in zip(rows, prompts, strict=True)]
 
-    def texts(
-        self,
-        conversations: Sequence[Conversation],
-        ids: Sequence[list[int] | None],
-        tokenizer: Any,
-        mode: InputMode,
-    ) -> list[str]:
-        """The reply of each row as text, without its end of turn."""
-        if mode is InputMode.tokens:
-            if tokenizer is None:  # prompts that began as ids
-                return [""] * self._size
-            return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-        for key in ("text_response", ("text", "response")):
-            if key in self._keys:
-                return [strip_end_of_turn(text, tokenizer) for text in column(self._tensordict, key)]
-        if mode is InputMode.text:
-            whole, prompts = self.entries(("text", "full"), ""), self.entries(("text", "prompt"), None)
-            replies = [self._behind(w, p, ("text", "full")) for w, p in zip(whole, prompts, strict=True)]
-            return [strip_end_of_turn(reply, tokenizer) for reply in replies]
-        if tokenizer is not None and all(ids):
-            return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-        return self._last_messages(conversations)
+def _texts(
+    tensordict: TensorDictBase,
+    conversations: Sequence[Conversation],
+    sampled: list[list[int]] | None,
+    tokenizer: Any,
+    mode: InputMode,
+) -> list[str]:
+    """The reply of each row as text, without its end of turn: the last message of the history if nothing else is.
 
-    def _last_messages(self, conversations: Sequence[Conversation]) -> list[str]:
-        """The messages that the policy appended to the histories."""
-        history = self._tensordict.get("history", None)
-        chats = history.to_chats() if isinstance(history, History) else [[]] * self._size
-        for conversation, messages in zip(conversations, chats, strict=True):
-            if len(messages) != len(conversation.messages) + 1 or messages[-1]["role"] != "assistant":
-                raise DataError(
-                    "step found no reply: set 'text_response', or let the policy write ('text', 'response'); "
-                    "('tokens', 'response') alone needs an environment with a tokenizer"
-                )
-        return [messages[-1]["content"] for messages in chats]
+    Raises DataError if there is none.
+    """
+    if mode is not InputMode.tokens:
+        texts = _entry(tensordict, "text_response") or _entry(tensordict, ("text", "response"))
+        if texts is None and mode is InputMode.text:
+            texts = _behind(_entry(tensordict, ("text", "full")), _entry(tensordict, ("text", "prompt")))
+        if texts is not None:
+            return [strip_end_of_turn(text, tokenizer) for text in texts]
+    if sampled is not None and (mode is InputMode.tokens or (tokenizer is not None and all(sampled))):
+        # without a tokenizer the prompts began as ids
+        return ["" if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True) for row in sampled]
+    history = tensordict.get("history", None)
+    chats = history.to_chats() if isinstance(history, History) else [[]] * len(conversations)
+    for conversation, messages in zip(conversations, chats, strict=True):
+        if len(messages) != len(conversation.messages) + 1 or messages[-1]["role"] != "assistant":
+            raise DataError(
+                "step found no reply: set 'text_response', or let the policy write ('text', 'response'); "
+                "('tokens', 'response') alone needs an environment with a tokenizer"
+            )
+    return [messages[-1]["content"] for messages in chats]
 
-    def _behind(self, full: Any, prompt: Any, key: Key) -> Any:
-        """The part of a sequence behind its prompt. Raises DataError if it does not begin with it."""
-        if prompt is None or full[: len(prompt)] != prompt:
-            raise DataError(f"{key} does not begin with the prompt it is to continue: write the response instead")
-        return full[len(prompt) :]
+
+def _behind(whole: list[Any] | None, prompts: list[Any] | None) -> list[Any] | None:
+    """The part of each sequence behind its prompt. Raises DataError if one does not begin with it."""
+    if whole is None or prompts is None:
+        return None
+    for full, prompt in zip(whole, prompts, strict=True):
+        if full[: len(prompt)] != prompt:
+            raise DataError("a policy's `full` does not begin with the prompt it is to continue: write the response")
+    return [full[len(prompt) :] for full, prompt in zip(whole, prompts, strict=True)]
 
 
 # A callable as a policy, and the batches of `LLMData`
@@ -324,7 +295,7 @@ class CalledPolicy(Policy):
     without ids a turn is text alone, and missing log-probs are NaN.
     """
 
-    def __init__(self, called: Callable[[TensorDictBase], TensorDictBase], env: EnvBase) -> None:
+    def __init__(self, called: TDPolicy, env: EnvBase) -> None:
         super().__init__(sampling=SamplingSettings())
         self.called = called
         self.env = env
@@ -355,18 +326,13 @@ def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
     before, after = ([[1] * len(ids) for ids in rows] for rows in (prompts, responses))
     log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
     texts = ["".join(with_calls(m) for m in c.messages if m["role"] == "assistant") for c in conversations]
-    over = torch.zeros(len(conversations), 1, dtype=torch.bool)
-    whole = batch_from_conversations(conversations)
-    return TensorDict(
-        {
-            "text": strings([c.prompt_text for c in conversations]),
-            "text_response": strings(texts),
-            "tokens": tokens["full"],
-            "tokens_response": tokens["response"],
-            "attention_mask": token_fields(before, after, torch.int64, PAD)["full"],
-            "log_probs": padded(log_probs, PAD),
-            **{name: over.clone() for name in ("done", "terminated", "truncated")},
-            **{name: whole.get(name) for name in FLAT_AS_NESTED},
-        },
-        batch_size=[len(conversations)],
-    )
+    flat = batch_from_conversations(conversations).select(*FLAT_AS_NESTED)
+    flat.set("text", strings([c.prompt_text for c in conversations]))
+    flat.set("text_response", strings(texts))
+    flat.set("tokens", tokens["full"])
+    flat.set("tokens_response", tokens["response"])
+    flat.set("attention_mask", token_fields(before, after, torch.int64, PAD)["full"])
+    flat.set("log_probs", padded(log_probs, PAD))
+    for name in ("done", "terminated", "truncated"):
+        flat.set(name, torch.zeros(len(conversations), 1, dtype=torch.bool))
+    return flat

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -21,7 +23,7 @@ from rlpost.envs.transforms.training import DataLoadingPrimer
 from rlpost.errors import DataError
 from rlpost.rewards import gsm8k
 from rlpost.rewards.score import Score
-from rlpost.torchrl.chat_envs import flat_batch
+from rlpost.torchrl.chat_envs import flat_batch, rows_as_dicts
 from rlpost.torchrl.frames import Categorical, TensorDictEnv
 
 COMPLETION_PROMPT = (
@@ -135,9 +137,11 @@ class LLMEnv(ChatEnv):
         """See `EnvBase.rows_of`; its prompt is under this environment's own key."""
         names = list(map(str, tensordict.keys()))
         if self.data_key not in names:
-            raise NoPromptError(f"reset was given {', '.join(names) or 'nothing'} and no {self._wanted()}")
-        columns = {name: column(tensordict, name) for name in names}
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            raise NoPromptError(
+                f"reset was given {', '.join(names) or 'nothing'} and no {self.data_key!r}, which a prompt is read "
+                f"from (from_text={self.from_text})"
+            )
+        return rows_as_dicts(tensordict)
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
         """See `EnvBase.begin`."""
@@ -167,13 +171,8 @@ class LLMEnv(ChatEnv):
     def _ids(self, task: Mapping[str, Any]) -> list[int]:
         """The ids of a prompt of ids, without its pads."""
         ids = torch.as_tensor(task[self.data_key])
-        kept = task.get(self.attention_key)
-        ids = ids if kept is None else ids[torch.as_tensor(kept).bool()]
-        return ids.tolist()
-
-    def _wanted(self) -> str:
-        kind = "a str a row" if self.from_text else "token ids a row"
-        return f"{self.data_key!r}, which a prompt is read from: give {kind} (from_text={self.from_text})"
+        kept = torch.as_tensor(task.get(self.attention_key, torch.ones_like(ids)))
+        return ids[kept.bool()].tolist()
 
     # Going on
 
@@ -183,14 +182,10 @@ class LLMEnv(ChatEnv):
             self._in_turn(transform.on_reply, conversations)
         for conversation in conversations:
             if not conversation.done:
-                self._end(conversation)
-
-    def _end(self, conversation: Conversation) -> None:
-        """End the conversation if this was its last turn."""
-        last = self._was_last(conversation)
-        conversation.terminated = (last or self.assign_done) and self._stopped(conversation)
-        no_more = last or conversation.finish_reason == "context"
-        conversation.truncated = no_more and not conversation.terminated
+                last = self._was_last(conversation)
+                conversation.terminated = (last or self.assign_done) and self._stopped(conversation)
+                no_more = last or conversation.finish_reason == "context"
+                conversation.truncated = no_more and not conversation.terminated
 
     def _stopped(self, conversation: Conversation) -> bool:
         if self.eos_token_id is not None and conversation.response_ids:
@@ -226,6 +221,7 @@ def make_gsm8k_env(dataset: str | Sequence[Mapping[str, Any]] = HUB_ID, **chat: 
     return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser())
 
 
+@dataclass(eq=False)
 class GSM8KPrepareQuestion(Transform):
     """Turns a question into a prompt that the model completes from inside its reasoning.
 
@@ -233,10 +229,9 @@ class GSM8KPrepareQuestion(Transform):
     message; called on a TensorDict it rewrites the entry `in_key` into `out_key`.
     """
 
-    def __init__(self, template: str = COMPLETION_PROMPT, in_key: str = "text", out_key: str | None = None) -> None:
-        self.template = template
-        self.in_key = in_key
-        self.out_key = in_key if out_key is None else out_key
+    template: str = COMPLETION_PROMPT
+    in_key: str = "text"
+    out_key: str | None = None  # None: `in_key`
 
     def prepare(self, question: str) -> str:
         """The prompt for `question`."""
@@ -254,9 +249,10 @@ class GSM8KPrepareQuestion(Transform):
         if self.in_key not in tensordict or "conversation" in tensordict:
             return tensordict
         prepared = [self.prepare(question) for question in column(tensordict, self.in_key)]
-        return tensordict.set(self.out_key, strings(prepared))
+        return tensordict.set(self.out_key or self.in_key, strings(prepared))
 
 
+@dataclass(eq=False)
 class GSM8KRewardParser(Transform):
     """Scores replies: `tiers` are the rewards of a right answer, of another answer, and of none.
 
@@ -265,8 +261,7 @@ class GSM8KRewardParser(Transform):
     task's `answer` is the truth, alone or after the solution and "#### ".
     """
 
-    def __init__(self, tiers: tuple[float, float, float] = gsm8k.TIERS) -> None:
-        self.tiers = tiers
+    tiers: tuple[float, float, float] = gsm8k.TIERS
 
     def score(self, reply: str, truth: str) -> Score:
         """The score of `reply`, an end-of-turn marker at its end left out."""
@@ -293,20 +288,18 @@ class GSM8KRewardParser(Transform):
         replies = [strip_end_of_turn(reply) for reply in column(tensordict, key)]
         truths = [final_answer(truth) for truth in column(tensordict, "answer")]
         verdicts = [gsm8k.judge(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
-        scores = [self.score(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
-
-        def cube(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).view(-1, 1, 1)  # (B, 1, 1)
-
-        reward = cube([score.reward for score in scores])
+        rewards = torch.tensor([self.score(*pair).reward for pair in zip(replies, truths, strict=True)])
         if "reward" in tensordict:
-            reward = reward + tensordict["reward"].view(-1, 1, 1)
-        tensordict.set("reward_answer", cube([float(bool(v.answer)) for v in verdicts]))
-        tensordict.set("reward_think", cube([float(v.think is not None) for v in verdicts]))
-        tensordict.set("reward_right", cube([float(v.right) for v in verdicts]))
-        tensordict.set("reward", reward)
-        tensordict.set("success", cube([v.right for v in verdicts], torch.bool))
-        return tensordict.set("done", cube([bool(v.answer) for v in verdicts], torch.bool))
+            rewards = rewards + tensordict["reward"].flatten()
+        columns = {
+            "reward_answer": torch.tensor([float(bool(v.answer)) for v in verdicts]),
+            "reward_think": torch.tensor([float(v.think is not None) for v in verdicts]),
+            "reward_right": torch.tensor([float(v.right) for v in verdicts]),
+            "reward": rewards,
+            "success": torch.tensor([v.right for v in verdicts]),
+            "done": torch.tensor([bool(v.answer) for v in verdicts]),
+        }
+        return tensordict.update({name: values.view(-1, 1, 1) for name, values in columns.items()})
 
 
 def final_answer(truth: str) -> str:
@@ -345,45 +338,36 @@ class LLMHashingEnv(TensorDictEnv):
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
         self.batch_size = one_dimension(batch_size)
         self.tokenizer = tokenizer
-        self.observation_key = observation_key
-        self.hashing_key = hashing_key
-        self.action_key = action_key
         self.text_key = text_key
         self.action_spec = Categorical(self.vocab_size)
         self.observation_keys, self.action_keys = (observation_key, hashing_key), (action_key,)
         self.transforms: list[Transform] = []
         self._key = seed.to_bytes(_BYTES, "big", signed=True)
 
-    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """The sequences to begin with: the ids or, with a tokenizer, the texts of `tensordict`; else empty ones.
 
         Returns a TensorDict (B,) with the ids, ragged (B, *), the hashes (B, 1) int64, the texts where there
         is a tokenizer, and `done`, `terminated` and `truncated` (B, 1), False. B is the rows given, else `batch_size`.
         """
-        if tensordict is not None and self.observation_key in tensordict:
-            rows = [row.tolist() for row in column(tensordict, self.observation_key)]
+        rows = [[]] * self.batch_size[0]
+        if tensordict is not None and self.observation_keys[0] in tensordict:
+            rows = [row.tolist() for row in column(tensordict, self.observation_keys[0])]
         elif tensordict is not None and self.text_key in tensordict:
             texts = column(tensordict, self.text_key)
             rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        else:
-            rows = [[]] * self.batch_size[0]
         return self._observed(rows, [self.hash_of(row) for row in rows])
 
-    def begin(self, where: torch.Tensor) -> TensorDict:
+    def begin(self, where: torch.Tensor) -> TensorDictBase:
         """See `TensorDictEnv.begin`: empty sequences."""
         return self.reset()
 
-    def act(self, tensordict: TensorDictBase) -> TensorDict:
+    def act(self, tensordict: TensorDictBase) -> TensorDictBase:
         """See `TensorDictEnv.act`: `action`, an id a row, (B,) or (B, 1), is appended."""
-        tokens = tensordict.get(self.action_key).reshape(-1).tolist()
-        rows = [row.tolist() for row in column(tensordict, self.observation_key)]
-        before = tensordict.get(self.hashing_key).reshape(-1).tolist()
-        hashes = [self._chained(hash_, token) for hash_, token in zip(before, tokens, strict=True)]
-        return self._observed([[*row, token] for row, token in zip(rows, tokens, strict=True)], hashes)
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """The seed for the next environment of a chain; nothing is drawn here, and hashes stay as they are."""
-        return seed if static_seed else seed + 1
+        ids, hashes = (column(tensordict, key) for key in self.observation_keys)
+        tokens = tensordict.get(self.action_keys[0]).flatten().tolist()
+        rows = [[*row.tolist(), token] for row, token in zip(ids, tokens, strict=True)]
+        return self._observed(rows, [self._chained(int(h), token) for h, token in zip(hashes, tokens, strict=True)])
 
     def append_transform(self, transform: Transform) -> Self:
         """Let `transform` change what `reset` and `step` show, after those there are; returns this environment."""
@@ -398,28 +382,21 @@ class LLMHashingEnv(TensorDictEnv):
 
     def hash_of(self, ids: Sequence[int]) -> int:
         """The hash of a whole sequence: what `reset` and the steps of its ids give; signed, of 64 bits."""
-        hash_ = 0  # of the empty sequence
-        for token in ids:
-            hash_ = self._chained(hash_, token)
-        return hash_
+        return reduce(self._chained, ids, 0)
 
     def _chained(self, hash_: int, token: int) -> int:
         pair = hash_.to_bytes(_BYTES, "big", signed=True) + token.to_bytes(_BYTES, "big")
         digest = hashlib.blake2b(pair, digest_size=_BYTES, key=self._key).digest()
         return int.from_bytes(digest, "big", signed=True)
 
-    def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDict:
-        over = torch.zeros(len(rows), 1, dtype=torch.bool)
-        observed: dict[str, Any] = {
-            self.observation_key: ragged([torch.tensor(row, dtype=torch.int64) for row in rows]),
-            self.hashing_key: torch.tensor(hashes, dtype=torch.int64).unsqueeze(-1),
-            "done": over,
-            "terminated": over.clone(),
-            "truncated": over.clone(),
-        }
+    def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDictBase:
+        shown: Any = TensorDict(batch_size=[len(rows)])
+        shown.set(self.observation_keys[0], ragged([torch.tensor(row, dtype=torch.int64) for row in rows]))
+        shown.set(self.observation_keys[1], torch.tensor(hashes, dtype=torch.int64).unsqueeze(-1))
+        for name in ("done", "terminated", "truncated"):
+            shown.set(name, torch.zeros(len(rows), 1, dtype=torch.bool))
         if self.tokenizer is not None:
-            observed[self.text_key] = strings([self.tokenizer.decode(row) for row in rows])
-        shown: Any = TensorDict(observed, batch_size=[len(rows)])
+            shown.set(self.text_key, strings([self.tokenizer.decode(row) for row in rows]))
         for transform in self.transforms:
             shown = transform(shown)
         return shown

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack, pad_sequence
@@ -37,7 +37,7 @@ class TensorDictEnv(ABC):
 
     batch_size: torch.Size = torch.Size([])
     device: torch.device | None = None
-    action_spec: Spec
+    action_spec: Bounded | Categorical
     observation_keys: Sequence[str] = ("observation",)
     action_keys: Sequence[str] = ("action",)
 
@@ -124,12 +124,7 @@ class TensorDictEnv(ABC):
         return tensordict if self.device is None else tensordict.to(self.device)
 
 
-class Spec(Protocol):
-    """The space of one entry of one environment."""
-
-    def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """Values drawn uniformly, of shape (*batch_size, *shape)."""
-        ...
+# Spaces of actions and observations
 
 
 class Bounded:
@@ -142,7 +137,7 @@ class Bounded:
         self.shape, self.dtype = low.shape, low.dtype
 
     def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """See `Spec.rand`; whole numbers include both bounds."""
+        """Values drawn uniformly, (*batch_size, *shape); whole numbers include both bounds."""
         below, above = self.low.double(), self.high.double()
         low = torch.where(below.isinf(), torch.where(above.isinf(), -1.0, above - 1), below)
         high = torch.where(above.isinf(), torch.where(below.isinf(), 1.0, below + 1), above)
@@ -159,8 +154,11 @@ class Categorical:
         self.n, self.shape, self.start = n, torch.Size(shape), start
 
     def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """See `Spec.rand`."""
+        """Numbers drawn uniformly, (*batch_size, *shape)."""
         return torch.randint(self.start, self.start + self.n, (*batch_size, *self.shape))
+
+
+Spec = Bounded | Categorical  # the space of one entry of one environment
 
 
 # Several environments at once, a thread each
@@ -191,7 +189,6 @@ class ParallelEnv(TensorDictEnv):
         self.observation_keys, self.action_keys = self.envs[0].observation_keys, self.envs[0].action_keys
         self.wait_seconds = wait_seconds
         self._threads = [_Worker(f"rlpost-env-{i}") for i in range(num_workers)]
-        self._closed = False
 
     def begin(self, where: torch.Tensor) -> TensorDict:
         """See `TensorDictEnv.begin`."""
@@ -212,8 +209,7 @@ class ParallelEnv(TensorDictEnv):
         given different ones have no environment alike.
         """
         for place, env in enumerate(self.envs):
-            digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=4).digest()
-            env.set_seed(seed if static_seed else int.from_bytes(digest, "big") >> 1)
+            env.set_seed(seed if static_seed else _derived(seed, place))
         return seed if static_seed else seed + len(self.envs) - 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,11 +223,9 @@ class ParallelEnv(TensorDictEnv):
 
     def close(self) -> None:
         """Close the environments, each once the step it is at has ended; a second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        places = [i for i, thread in enumerate(self._threads) if thread.stop.alive]
         try:
-            self._all(lambda i: self.envs[i].close(), range(len(self.envs)))
+            self._all(lambda i: self.envs[i].close(), places)
         finally:
             for thread in self._threads:
                 thread.stop()
@@ -249,6 +243,11 @@ class ParallelEnv(TensorDictEnv):
 
     def _too_late(self, places: Sequence[int]) -> PolicyError:
         return PolicyError(f"waited {self.wait_seconds:g} s for environment {places[0]} of the pool: it may hang")
+
+
+def _derived(seed: int, number: int) -> int:
+    """A seed that depends on both."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=4).digest(), "big") >> 1
 
 
 class AsyncEnvPool(ParallelEnv):
@@ -345,7 +344,6 @@ class GymEnv(TensorDictEnv):
         self._by_name = isinstance(space, gymnasium.spaces.Dict)
         self._seed: int | None = None
         self._episodes = 0  # begun since it was seeded
-        self._closed = False
 
     def begin(self, where: torch.Tensor) -> TensorDict:
         """See `TensorDictEnv.begin`."""
@@ -378,15 +376,12 @@ class GymEnv(TensorDictEnv):
 
     def close(self) -> None:
         """Close the game."""
-        if not self._closed:
-            self._closed = True
-            self._game.close()
+        self._game.close()
 
     def _episode_seed(self) -> int | None:
         if self._seed is None or self._episodes == 0:
             return self._seed
-        digest = hashlib.blake2b(f"{self._seed}/{self._episodes}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest, "big") >> 1
+        return _derived(self._seed, self._episodes)
 
     def _frame(self, observation: Any) -> TensorDict:
         named = observation if self._by_name else {"observation": observation}

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rlpost.data.chat import ChatMask
-from rlpost.data.ragged import ATTENTION, padded
+from rlpost.data.ragged import Key
 from rlpost.errors import DataError
 from rlpost.objectives.aggregation import (
     AGGREGATIONS,
@@ -25,7 +25,15 @@ from rlpost.objectives.aggregation import (
 )
 from rlpost.objectives.policy_loss import VARIANTS, PolicyTerms, policy_metrics, policy_terms
 from rlpost.objectives.supervised import minor_sft_terms, sft_terms
-from rlpost.torchrl.sequences import HISTORY, REF_LOG_PROBS, Sequences, model_and_temperature, read_sequences
+from rlpost.torchrl.sequences import (
+    HISTORY,
+    LOG_PROBS,
+    REF_LOG_PROBS,
+    Sequences,
+    model_and_temperature,
+    read,
+    rows_of,
+)
 
 CLIPPING = tuple(name for name, variant in VARIANTS.items() if "clip_low" in variant.coefficients)
 ALSO_CALLED = {"prompt_mean": "sequence_mean"}
@@ -112,57 +120,47 @@ class GRPOLoss(nn.Module):
         """The loss of `batch` (B,).
 
         Raises ValueError for a batch without tokens or advantage, for shapes that do not fit and for
-        masks that are all empty; KeyError where log-probs are missing that a term needs; RuntimeError
-        for old log-probs that require a gradient.
+        masks that are all empty; KeyError where log-probs are missing that a term needs.
         """
-        sequences = Sequences.of(batch, needs_mask=False)
+        sequences = Sequences.of(batch)
         advantage = sequences.field_or_expanded(batch, "advantage", "MCAdvantage writes it")
-        old = sequences.field(batch, ("log_probs", "full"), missing=KeyError)
-        if any(row.requires_grad for row in old):
-            raise RuntimeError("('log_probs', 'full') require a gradient: they are those of sampling; detach them")
-        wants_ref = self.kl_to_ref_coeff is not None and self.kl_to_ref_coeff > 0
-        ref = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
-        counts = torch.ones(len(sequences.ids), dtype=torch.bool)
-        if (valid := batch.get("valid", None)) is not None:
-            counts = valid.reshape(-1).bool().cpu()
-        trained = [
-            row if counted else torch.zeros_like(row)
-            for row, counted in zip(self._trained(batch, sequences), counts, strict=True)
-        ]
-        log_probs, entropy = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
-        device, dtype = log_probs.device, log_probs.dtype
-        mask = padded(trained).to(device)
-        old_padded = keep(padded(old).to(device, dtype), mask)
+        old = sequences.field(batch, LOG_PROBS, missing=KeyError)
+        ref = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if (self.kl_to_ref_coeff or 0) > 0 else None
+        valid = batch.get("valid", None)
+        counts = torch.ones(len(old), dtype=torch.bool) if valid is None else valid.reshape(-1).bool().cpu()
+        mask = self._trained(batch, sequences) & counts[:, None]
+        log_probs, entropy = read(self.actor_network, sequences, mask, self.temperature)
+        mask, old = mask.to(log_probs.device), old.to(log_probs)
         if self.kl_mask_threshold is not None:
-            mask = mask & ((log_probs.detach() - old_padded).square() / 2 <= self.kl_mask_threshold)
+            mask = mask & ((log_probs.detach() - old).square() / 2 <= self.kl_mask_threshold)
         terms = policy_terms(
             self.variant,
             log_probs,
-            old_padded,
-            padded(advantage).to(device),
+            old,
+            advantage.to(log_probs),
             mask,
-            sampler_log_probs=old_padded,
-            ref_log_probs=None if ref is None else padded(ref).to(device, dtype),
+            sampler_log_probs=old,
+            ref_log_probs=None if ref is None else ref.to(log_probs),
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
-        longest = max(row.numel() for row, counted in zip(sequences.ids, counts, strict=True) if counted)
-        return self._output(terms, entropy, counts.to(device), longest)
+        longest = int(sequences.attention[counts].sum(-1).max())
+        return self._output(terms, entropy, counts.to(mask.device), longest)
 
-    def _trained(self, batch: TensorDictBase, sequences: Sequences) -> list[torch.Tensor]:
-        """The mask of trained ids, bool; never a sequence's first, which nothing predicts."""
-        prompts = batch.get(("tokens", "prompt"), None)
+    def _trained(self, batch: TensorDictBase, sequences: Sequences) -> torch.Tensor:
+        """The mask of trained ids, (B, T) bool; never a sequence's first, which nothing predicts."""
+        prompts = rows_of(batch, ("tokens", "prompt"))
         if self.masking_strategy != "sft" or prompts is None:
-            return sequences.masks(batch, assistant_only=self.masking_strategy != "generic")
-        masks = []
-        for row, prompt in zip(sequences.ids, prompts.unbind(), strict=True):
-            if not torch.equal(row[: prompt.numel()], prompt):
+            return sequences.mask(batch, assistant_only=self.masking_strategy != "generic")
+        mask = sequences.mask(batch, assistant_only=False)
+        for ids, prompt, trained in zip(sequences.ids, prompts, mask, strict=True):
+            if not torch.equal(ids[: prompt.numel()], prompt):
                 raise DataError(
                     "('tokens', 'full') does not begin with ('tokens', 'prompt'): give the prompts ragged, without "
                     "pads, or masking_strategy='rlhf' and an assistant mask"
                 )
-            masks.append(torch.arange(row.numel(), device=row.device) >= max(prompt.numel(), 1))
-        return masks
+            trained[: prompt.numel()] = False
+        return mask
 
     def _output(self, terms: PolicyTerms, entropy: torch.Tensor, counts: torch.Tensor, longest: int) -> GRPOLossOutput:
         def share(values: torch.Tensor) -> torch.Tensor:
@@ -171,12 +169,7 @@ class GRPOLoss(nn.Module):
             return aggregate(values[counts, :longest], terms.mask[counts, :longest], self.aggregation)
 
         metrics = policy_metrics([terms])
-        output = GRPOLossOutput(
-            loss_objective=share(terms.loss),
-            clip_fraction=metrics["clip_fraction"],
-            kl_approx=metrics["kl_to_old"],
-            ESS=metrics["ess"],
-        )
+        output = GRPOLossOutput(share(terms.loss), metrics["clip_fraction"], metrics["kl_to_old"], metrics["ess"])
         if self.entropy_bonus:
             output.entropy = masked_mean(entropy, terms.mask).detach()
             output.loss_entropy = -self.entropy_coeff * share(entropy)
@@ -228,19 +221,17 @@ class _ConversationLoss(nn.Module):
         self._mask = ChatMask(tokenizer)
 
     def _read(
-        self, batch: TensorDictBase, key: Any, hint: str = "", *, needed: bool = True
+        self, batch: TensorDictBase, key: Key, hint: str = "", *, needed: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """The log-probs of the trained tokens (B, T), the other model's under `key` if `needed`, and the mask."""
         history: Any = batch[HISTORY]
-        given = batch.get(key, None)
-        attention = batch.get(ATTENTION, None) if given is not None and not given.is_nested else None
-        sequences, trained = Sequences.of_history(history, self._mask, None if attention is None else attention.bool())
+        sequences, trained = Sequences.of_history(history, self._mask)
         for number, own in enumerate(trained):
             if not own.any():
                 raise ValueError(f"conversation {number} has no assistant mask: no message of the assistant is in it")
-        other = padded(sequences.field(batch, key, hint, missing=KeyError)) if needed else None
-        log_probs, _ = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
-        return log_probs, None if other is None else other.to(log_probs), padded(trained).to(log_probs.device)
+        other = sequences.field(batch, key, hint, missing=KeyError) if needed else None
+        log_probs, _ = read(self.actor_network, sequences, trained, self.temperature)
+        return log_probs, None if other is None else other.to(log_probs), trained.to(log_probs.device)
 
     def _summed(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The mean, or the sum, of the tokens of each conversation (B,)."""
@@ -400,7 +391,7 @@ class DistillationLoss(_ConversationLoss):
         """
         log_probs, teacher, mask = self._read(batch, TEACHER_LOG_PROBS, "RetrieveLogProb writes them")
         assert teacher is not None
-        kl = kl_divergence(log_probs, teacher.detach(), "k3", mask)
+        kl = kl_divergence(log_probs, teacher, "k3", mask)
         loss = self.distill_coeff * self._reduced(self._summed(kl, mask))
         return DistillationLossOutput(loss, sequence_mean(kl, mask).mean().detach())
 

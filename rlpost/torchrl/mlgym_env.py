@@ -9,7 +9,6 @@ import importlib.util
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,34 +37,28 @@ class MLGymWrapper(TextGameEnv):
     `env` is such an object, which one conversation at a time plays, or a callable that makes one for each.
     A move is what stands in the reply's last block of three backticks; a reply without one earns
     `reward_wrong_format` and runs nothing. A move whose output tells both scores earns the evaluation's minus
-    the baseline's, on top of what the step itself rewards. Other arguments are `TextGameEnv`'s.
+    the baseline's, on top of what the step itself rewards. Other arguments are `TextGameEnv`'s, with the values below
+    unless they are given.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        reward_wrong_format: float | None = None,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        prompt_template: str = "{observation}",
-        start_seconds: float = START_SECONDS,
-        step_seconds: float = STEP_SECONDS,
-        replays: bool = False,
-        **game: Any,
-    ) -> None:
+    keeps_begun = True  # a container that was made for the first observation is played
+
+    def __init__(self, env: Any, *, reward_wrong_format: float | None = None, **game: Any) -> None:
+        own = {
+            "name": "MLGym",
+            "system_prompt": SYSTEM_PROMPT,
+            "prompt_template": "{observation}",
+            "start_seconds": START_SECONDS,
+            "step_seconds": STEP_SECONDS,
+            "replays": False,
+        }
         super().__init__(
-            partial(_Player, _Shared(env)) if hasattr(env, "step") and not isinstance(env, type) else env,
-            name=game.pop("name", "MLGym"),
+            partial(_Player, env, threading.Lock()) if hasattr(env, "step") and not isinstance(env, type) else env,
             show=_shown,
             parse=_command,
             earned=score_above_baseline,
             invalid_reward=reward_wrong_format or 0.0,
-            system_prompt=system_prompt,
-            prompt_template=prompt_template,
-            start_seconds=start_seconds,
-            step_seconds=step_seconds,
-            replays=replays,
-            **game,
+            **{**own, **game},
         )
 
 
@@ -87,9 +80,9 @@ def make_mlgym(
     """
     names = [task] if task is not None else list(tasks or [])
     require_mlgym()
-    games = {name: _maker(name, max_steps=max_steps, device=device, container_type=container_type) for name in names}
+    makers = [partial(_made, name, max_steps, device, container_type) for name in names]
     return MLGymWrapper(
-        lambda: _OneOf(games),
+        partial(_OneOf, makers),
         reward_wrong_format=reward_wrong_format,
         tokenizer=tokenizer,
         max_steps=max_steps,
@@ -131,28 +124,24 @@ def _command(game: Any, text: str) -> str:
     return blocks[-1]
 
 
-def _maker(task: str, *, max_steps: int, device: str, container_type: str) -> Callable[[], Any]:
-    """Registers a task with MLGym; returns what makes its environment."""
+def _made(task: str, max_steps: int, device: str, container_type: str) -> Any:
+    """MLGym's environment of a task, which is registered with it first."""
+    import gymnasium
+    from mlgym import CONFIG_DIR  # type: ignore[import-not-found]
+    from mlgym.environment.env import EnvironmentArguments  # type: ignore[import-not-found]
+    from mlgym.environment.registration import register_task  # type: ignore[import-not-found]
 
-    def make() -> Any:
-        import gymnasium
-        from mlgym import CONFIG_DIR  # type: ignore[import-not-found]
-        from mlgym.environment.env import EnvironmentArguments  # type: ignore[import-not-found]
-        from mlgym.environment.registration import register_task  # type: ignore[import-not-found]
-
-        arguments = EnvironmentArguments(
-            task_config_path=f"tasks/{task}.yaml",
-            max_steps=max_steps,
-            seed=42,
-            container_type=container_type,
-            verbose=False,
-            aliases_file=str(Path(CONFIG_DIR).parent / "docker" / "aliases.sh"),
-        )
-        if f"mlgym/{arguments.task.id}" not in gymnasium.registry:
-            register_task(arguments)
-        return gymnasium.make(f"mlgym/{arguments.task.id}", devices=[device]).unwrapped  # its step gives four values
-
-    return make
+    arguments = EnvironmentArguments(
+        task_config_path=f"tasks/{task}.yaml",
+        max_steps=max_steps,
+        seed=42,
+        container_type=container_type,
+        verbose=False,
+        aliases_file=str(Path(CONFIG_DIR).parent / "docker" / "aliases.sh"),
+    )
+    if f"mlgym/{arguments.task.id}" not in gymnasium.registry:
+        register_task(arguments)
+    return gymnasium.make(f"mlgym/{arguments.task.id}", devices=[device]).unwrapped  # its step gives four values
 
 
 class _Played:
@@ -172,8 +161,8 @@ class _Played:
 class _OneOf(_Played):
     """An environment of one of several tasks, the one that the seed of `reset` falls on."""
 
-    def __init__(self, makers: dict[str, Callable[[], Any]]) -> None:
-        self._makers = list(makers.values())
+    def __init__(self, makers: Sequence[Callable[[], Any]]) -> None:
+        self._makers = makers
 
     def reset(self, *, seed: int) -> Any:
         self.env = self._makers[seed % len(self._makers)]()
@@ -184,39 +173,23 @@ class _OneOf(_Played):
             self.env.close()
 
 
-@dataclass(eq=False)
-class _Shared:
-    """One environment object that one conversation at a time plays; it is not begun twice from the same seed."""
-
-    env: Any
-    player: _Player | None = None
-    begun: tuple[int, Any] | None = None  # the seed that it stands at the beginning of, and what that showed
-    taking: threading.Lock = field(default_factory=threading.Lock)
-
-
 class _Player(_Played):
-    """The turn of one conversation with a shared environment."""
+    """The turn of one conversation with an environment that others share; `lock` is held from its start to its end."""
 
-    def __init__(self, shared: _Shared) -> None:
-        self._shared, self.env = shared, shared.env
+    def __init__(self, env: Any, lock: threading.Lock) -> None:
+        self.env, self._lock = env, lock
+        self._holds = False
 
     def reset(self, *, seed: int) -> Any:
-        shared = self._shared
-        with shared.taking:
-            if shared.player is not None:
-                raise RuntimeError(
-                    "one environment is played by one conversation at a time: give a callable that makes one"
-                )
-            shared.player = self
-        if shared.begun is None or shared.begun[0] != seed:
-            shared.begun = (seed, shared.env.reset(seed=seed))
-        return shared.begun[1]
-
-    def step(self, action: str) -> Any:
-        self._shared.begun = None
-        return super().step(action)
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "one environment is played by one conversation at a time: give a callable that makes one"
+            )
+        self._holds = True
+        return self.env.reset(seed=seed)
 
     def close(self) -> None:
         """The environment itself stays, for the next conversation."""
-        if self._shared.player is self:
-            self._shared.player = None
+        if self._holds:
+            self._holds = False
+            self._lock.release()

@@ -24,17 +24,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import prod
 from typing import Any, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch.distributions import Categorical
 
 from rlpost.data.chat import ChatMask
 from rlpost.data.chat_templates import chat_template
-from rlpost.data.conversation import Completion, Conversation, InputMode
+from rlpost.data.conversation import Completion, Conversation, InputMode, Message
 from rlpost.data.history import History
-from rlpost.data.ragged import Key, column, padded, padding_id, ragged, strings, token_fields, versions
+from rlpost.data.ragged import (
+    ASSISTANT,
+    Key,
+    column,
+    padded,
+    padding_id,
+    ragged,
+    ragged_rows,
+    strings,
+    token_fields,
+    versions,
+)
 from rlpost.data.rendering import text_ids
 from rlpost.errors import ConfigError, DataError
 from rlpost.policies.base import Policy
@@ -42,28 +54,22 @@ from rlpost.policies.drawing import check_whole
 from rlpost.settings import SamplingSettings
 from rlpost.text import did_you_mean, nearest
 from rlpost.torchrl.batches import select_rows
+from rlpost.torchrl.sequences import MASKS, TOKENS, Sequences, in_one_dimension, rows_of
 
 MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
 
 
 # How a policy is called on a TensorDict
 
-# word of `generate_kwargs` -> the name for all spellings of that word
-SPELLINGS = {
-    "max_new_tokens": "max_new_tokens",
+SAMPLING = tuple(field.name for field in fields(SamplingSettings))
+WORDS = ("max_new_tokens", "num_samples", "do_sample", *SAMPLING)  # of `generate_kwargs`
+ALSO_CALLED = {
     "max_tokens": "max_new_tokens",
     "num_return_sequences": "num_samples",
     "n": "num_samples",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "stop": "stop",
     "stop_sequences": "stop",
     "stop_strings": "stop",
-    "do_sample": "do_sample",
 }
-SAMPLING = tuple(field.name for field in fields(SamplingSettings))
 
 
 @dataclass(frozen=True)
@@ -140,36 +146,31 @@ class Face:
 
     def dist(self, policy: Any, tensordict: TensorDictBase, counted: Counted) -> MaskedCategorical:
         """See `CategoricalSequential`; `counted` says which tokens are."""
-        reader = Reader(policy)
-        sequences = reader.sequences(tensordict)
-        ids = [sequence.ids for sequence in sequences]
-        sampled = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
+        reader = Reader(policy, tensordict)
+        ids, sampled = reader.sequences()
         if isinstance(counted, str) and counted == "own":
-            has_prompt = ("tokens", "prompt") in tensordict.keys(include_nested=True)
-            counted = "assistant" if len(sampled) == len(ids) else "prompt" if has_prompt else "attention"
+            has_prompt = ("tokens", "prompt") in reader.keys
+            counted = "assistant" if sampled is not None else "prompt" if has_prompt else "attention"
+        sequences = Sequences.of_rows([torch.tensor(row) for row in ids])
+        counts = sequences.attention.clone()
         if isinstance(counted, torch.Tensor):
-            masks = [mask[: len(row)].tolist() for mask, row in zip(counted.unbind(), ids, strict=True)]
+            counts &= counted if not counted.is_nested else padded(ragged_rows(counted))
         elif counted == "prompt":
-            prompts = reader.ids(tensordict, ("tokens", "prompt"))
-            masks = [[at >= len(prompt) for at in range(len(row))] for row, prompt in zip(ids, prompts, strict=True)]
-        elif counted == "attention":
-            masks = [[True] * len(row) for row in ids]
-        elif len(sampled) < len(ids):
-            raise DataError(
-                "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
-                "with input_mode='history'"
-            )
-        else:
-            masks = sampled
+            for row, prompt in zip(counts, reader.ids(("tokens", "prompt")), strict=True):
+                row[: len(prompt)] = False
+        elif counted == "assistant":
+            if sampled is None:
+                raise DataError(
+                    "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
+                    "with input_mode='history'"
+                )
+            counts = padded([torch.tensor(row) for row in sampled])
+        counts[:, 0] = False
         check_whole(policy.sampling)
-        tokens = padded([torch.tensor(row) for row in ids], padding_id(policy.tokenizer))
-        there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
-        counts = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)
-        logits = policy.token_logits(tokens, there) / (policy.sampling.temperature or 1.0)
+        logits = policy.token_logits(sequences.ids, sequences.attention) / (policy.sampling.temperature or 1.0)
         # the logits that follow a token are the distribution of the next; of the first there is none
         shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
-        counts[:, 0] = False
-        return MaskedCategorical(tokens.to(logits.device), shifted, counts.to(logits.device))
+        return MaskedCategorical(sequences.ids.to(logits.device), shifted, counts.to(logits.device))
 
     def with_template(self, tokenizer: Any) -> Any:
         """`tokenizer`, or a copy with the chat template that this face names. Raises ConfigError for an unknown one."""
@@ -184,10 +185,11 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
     """`generate_kwargs` with one name per thing. Raises ConfigError for unknown words."""
     chosen: dict[str, Any] = {}
     for word, value in given.items():
-        if word not in SPELLINGS:
-            near = did_you_mean(nearest(word, SPELLINGS), f"the words are {', '.join(SPELLINGS)}")
+        name = ALSO_CALLED.get(word, word)
+        if name not in WORDS:
+            near = did_you_mean(nearest(word, WORDS), f"the words are {', '.join(WORDS)}")
             raise ConfigError(f"generate_kwargs has no {word!r}{near}")
-        chosen[SPELLINGS[word]] = value
+        chosen[name] = value
     return chosen
 
 
@@ -196,196 +198,99 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answer(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
     samples = policy.face.samples_per_prompt
-    conversations = Reader(policy).conversations(tensordict)
+    conversations = Reader(policy, tensordict).conversations()
     if samples is not None:  # each with a number, and so a randomness, of its own
         conversations = [
             replace(c.copy(), sample=c.sample * samples + i) for c in conversations for i in range(samples)
         ]
     silent = Completion([], [], "", "context", policy.version)  # where no room was left for a turn
-    completions = policy.completions(conversations)
-    turns = [_Turn(c, completion or silent) for c, completion in zip(conversations, completions, strict=True)]
-    written = _turns_written(policy, turns)
+    completions = [completion or silent for completion in policy.completions(conversations)]
+    written = _turns_written(policy, conversations, completions)
     if "conversation" in tensordict.keys():  # noqa: SIM118  a TensorDict iterates over its rows
-        written.set("conversation", strings([turn.conversation for turn in turns]))
-    shape = (*tensordict.batch_size, *(() if samples is None else (samples,)))
-    return _delivered(policy, tensordict, _shaped(written, shape))
+        written.set("conversation", strings(conversations))
+    return _delivered(policy, tensordict, written, () if samples is None else (samples,))
 
 
 def _score(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
-    rows = Reader(policy).sequences(tensordict)
-    log_probs = policy.token_log_probs([row.ids for row in rows], policy.sampling)
-    return _delivered(policy, tensordict, _shaped(_sequences_written(policy, rows, log_probs), tensordict.batch_size))
+    ids, sampled = Reader(policy, tensordict).sequences()
+    log_probs = policy.token_log_probs(ids, policy.sampling)
+    return _delivered(policy, tensordict, _sequences_written(policy, ids, sampled, log_probs))
 
 
-def _delivered(policy: Policy, tensordict: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
-    """`written`, in or beside `tensordict`, on the face's device."""
-    face = policy.face
+def _delivered(
+    policy: Policy, tensordict: TensorDictBase, written: TensorDictBase, samples: tuple[int, ...] = ()
+) -> TensorDictBase:
+    """The rows `written` (N,), in or beside `tensordict`, whose rows have `samples` each; on the face's device."""
+    face, shape = policy.face, (*tensordict.batch_size, *samples)
     if face.device is not None:
         written = written.to(torch.device(face.device))
     if face.inplace == "empty":
-        return written
-    same_shape = written.batch_size == tensordict.batch_size
-    if same_shape and tensordict.ndim < 2:
-        return put(tensordict if face.inplace in (None, True) else tensordict.clone(recurse=False), written)
-    return _beside(tensordict, written)
-
-
-def _beside(inputs: TensorDictBase, given: TensorDictBase) -> TensorDictBase:
-    """`given` with the entries of `inputs`, which may lack its last dimension."""
-    if inputs.ndim == given.ndim < 2:
-        return put(inputs.clone(recurse=False), given)
-    each = inputs.unbind(0) if inputs.ndim else [inputs] * given.batch_size[0]
-    return lazy_stack([_beside(a, g) for a, g in zip(each, given.unbind(0), strict=True)], 0)
+        return _shaped(written, shape)
+    if len(shape) < 2 and not samples:
+        into = tensordict if face.inplace in (None, True) else tensordict.clone(recurse=False)
+        return put(into, _shaped(written, shape))
+    each = [row for row in range(tensordict.numel()) for _ in range(prod(samples))]
+    return _shaped(put(select_rows(in_one_dimension(tensordict), each), written), shape)
 
 
 # What the policy reads
 
 
 class Reader:
-    """Reads conversations and sequences out of TensorDicts, for `policy` and as its face says."""
+    """Reads the conversations or sequences of a TensorDict, for `policy` and as its face says.
 
-    def __init__(self, policy: Policy) -> None:
+    The rows of a batch of several dimensions follow each other, the last dimension fastest.
+    """
+
+    def __init__(self, policy: Policy, tensordict: TensorDictBase) -> None:
         self.policy = policy
         self.face = policy.face
+        self.rows = in_one_dimension(tensordict)
+        self.keys = set(tensordict.keys(include_nested=True))
 
-    # Prompts
-
-    def conversations(self, tensordict: TensorDictBase) -> list[Conversation]:
+    def conversations(self) -> list[Conversation]:
         """One conversation a row for the policy to answer, its ids carried forward; copies of those in the TensorDict.
 
-        Raises DataError for an entry that is missing or of another kind, and for a prompt without room for its
-        completion.
+        Raises DataError for an entry that is missing, and for a prompt without room for its completion.
         """
-        keys, mode = tensordict.keys(include_nested=True), self.face.input_mode
-        if self.face.input_key is None and "conversation" in keys:
-            return self._carried_on(tensordict)
-        if mode is InputMode.tokens:
-            decode = self.policy.tokenizer.decode
-            made = [self._opened(text=decode(ids), ids=ids) for ids in self.ids(tensordict, self.face.prompt_key)]
-        elif mode is InputMode.text:
-            texts = _entry(tensordict, self.face.prompt_key, str)
-            made = [self._opened(text=text, ids=text_ids(self.policy.tokenizer, text)) for text in texts]
+        if self._finds("conversation"):
+            return self._carried_on()
+        if self.face.input_mode is InputMode.history:
+            made = [self._opened(chat) for chat in self._chats()]
         else:
-            made = [self._opened(messages=chat) for chat in self._chats(tensordict)]
-        if self.face.input_key is None and mode is not InputMode.tokens and ("tokens", "prompt") in keys:
-            self._go_by_ids(made, self.ids(tensordict, ("tokens", "prompt")))
-        for row, conversation in enumerate(made):
-            self._limit(conversation, row)
+            made = [self._opened([{"role": "user", "content": text}], ids) for text, ids in self._texts()]
+        if self._finds(("tokens", "prompt")) and self.face.input_mode is not InputMode.tokens:
+            self._go_by_ids(made)
+        for number, conversation in enumerate(made):
+            self._limit(conversation, number)
         return made
 
-    def _go_by_ids(self, conversations: list[Conversation], ids: list[list[int]]) -> None:
-        """Take the `ids` instead of those of the text. Raises DataError if they differ."""
-        for row, (conversation, given) in enumerate(zip(conversations, ids, strict=True)):
-            if self.policy.tokenizer.decode(given) != conversation.prompt_text:
-                raise DataError(
-                    f"row {row}: ('tokens', 'prompt') does not say what {self.face.prompt_key!r} says: delete the one "
-                    "that is not to be read, or set input_mode='tokens'"
-                )
-            conversation.prompt_ids = given
+    def sequences(self) -> tuple[list[list[int]], list[list[bool]] | None]:
+        """The ids of each row: of its conversation if it has one, else as the mode says.
 
-    def _carried_on(self, tensordict: TensorDictBase) -> list[Conversation]:
-        """The conversations of an environment: sampled ids stay, and only new messages are tokenised."""
-        conversations = [c.copy() for c in _entry(tensordict, "conversation", Conversation)]
-        if ("tokens", "prompt") in tensordict.keys(include_nested=True):
-            for conversation, ids in zip(conversations, self.ids(tensordict, ("tokens", "prompt")), strict=True):
-                if not conversation.prompt_ids and not conversation.turns:  # the environment has tokenised the prompt
-                    conversation.prompt_ids = ids
-                    conversation.prompt_text = self.policy.tokenizer.decode(ids)
-        return conversations
-
-    def _chats(self, tensordict: TensorDictBase) -> list[list[dict[str, Any]]]:
-        """The messages of each row; an environment writes them as `history` itself, not as a part of it."""
-        key = self.face.prompt_key
-        outer = key[0] if isinstance(key, tuple) and len(key) == 2 else key
-        whole = tensordict.get(outer, None) if self.face.input_key is None else None
-        return _entry(tensordict, outer if isinstance(whole, History) else key)
-
-    def _opened(
-        self, *, messages: list[dict[str, Any]] | None = None, text: str = "", ids: list[int] | None = None
-    ) -> Conversation:
-        """A new conversation of this policy, with a number of its own."""
-        conversation = Conversation(
-            task={}, messages=messages or [{"role": "user", "content": text}], group_id=self.policy.rows_numbered
-        )
-        self.policy.rows_numbered += 1
-        if ids is None:
-            self.policy.continuation.begin(conversation)
-        else:
-            conversation.prompt_text, conversation.prompt_ids = text, ids
-        return conversation
-
-    def _limit(self, conversation: Conversation, row: int) -> None:
-        """Set the length limit of the completion. Raises DataError for a prompt that leaves it no room."""
-        length, longest = len(conversation.prompt_ids), self.policy.max_model_len
-        limit = self.face.max_new_tokens
-        room = MAX_NEW_TOKENS if longest is None else longest - length
-        if room < (limit or 1):
-            raise DataError(
-                f"the prompt of row {row} has {length} tokens, and with {limit or 1} to sample that is more than the "
-                f"{longest} the model takes: shorten it"
-            )
-        conversation.max_completion_tokens = min(room, MAX_NEW_TOKENS) if limit is None else limit
-
-    # Whole sequences
-
-    def sequences(self, tensordict: TensorDictBase) -> list[ScoredRow]:
-        """One sequence of ids a row: of its conversation if it has one, else as the mode says.
-
-        Raises DataError for an entry that is missing or of another kind, and for a row without ids.
+        And which of them are the assistant's; None if that is unknown. Raises DataError for an entry that is missing.
         """
-        keys = tensordict.keys(include_nested=True)
-        read: list[ScoredRow]
-        if self.face.input_key is None and ("tokens", "full") in keys:
-            read = self._from_ids(tensordict, ("tokens", "full"))
-            self._mark_sampled(tensordict, read)
-        elif self.face.input_key is None and "conversation" in keys:
-            read = [self._whole(c) for c in _entry(tensordict, "conversation", Conversation)]
-        elif self.face.input_mode is InputMode.tokens:
-            read = self._from_ids(tensordict, self.face.prompt_key)
-        elif self.face.input_mode is InputMode.text:
-            texts = _entry(tensordict, self.face.prompt_key, str)
-            read = [ScoredRow(text_ids(self.policy.tokenizer, text), text) for text in texts]
-        else:
-            encoded = map(ChatMask(self.policy.tokenizer).encode, self._chats(tensordict))
-            read = [ScoredRow(ids, self.policy.tokenizer.decode(ids), sampled) for ids, sampled in encoded]
-        return read
+        if self._finds(TOKENS):
+            masks = rows_of(self.rows, ASSISTANT)
+            return self.ids(TOKENS), None if masks is None else [mask.tolist() for mask in masks]
+        if self._finds("conversation"):
+            played = self.entry("conversation")
+            sampled = [[False] * len(c.prompt_ids) + [bool(m) for m in c.mask] for c in played]
+            return [c.prompt_ids + c.response_ids for c in played], sampled
+        if self.face.input_mode is not InputMode.history:
+            return [ids for _, ids in self._texts()], None
+        encoded = list(map(ChatMask(self.policy.tokenizer).encode, self._chats()))
+        return [ids for ids, _ in encoded], [sampled for _, sampled in encoded]
 
-    def _from_ids(self, tensordict: TensorDictBase, key: Key) -> list[ScoredRow]:
-        return [ScoredRow(ids, self.policy.tokenizer.decode(ids)) for ids in self.ids(tensordict, key)]
-
-    def _mark_sampled(self, tensordict: TensorDictBase, read: list[ScoredRow]) -> None:
-        """Mark the assistant's ids of `("tokens", "full")`, if the batch has their mask."""
-        key = ("masks", "all_assistant_mask")
-        if key not in tensordict.keys(include_nested=True):
-            return
-        rows, masks = _entry(tensordict, ("tokens", "full")), _entry(tensordict, key)
-        there = self._masks(tensordict, rows)
-        for number, (row, mask) in enumerate(zip(read, masks, strict=True)):
-            known = mask if there is None else mask[there[number].bool()]
-            if known.numel() != len(row.ids):
-                raise DataError(
-                    f"row {number} has {len(row.ids)} ids, but {key!r} has {known.numel()} values: give one for each id"
-                )
-            row.sampled = known.tolist()
-
-    def _whole(self, conversation: Conversation) -> ScoredRow:
-        ids = conversation.prompt_ids + conversation.response_ids
-        sampled = [False] * len(conversation.prompt_ids) + [bool(m) for m in conversation.mask]
-        return ScoredRow(ids, self.policy.tokenizer.decode(ids), sampled)
-
-    # Ids
-
-    def ids(self, tensordict: TensorDictBase, key: Key) -> list[list[int]]:
+    def ids(self, key: Key) -> list[list[int]]:
         """The ids of each row without padding, where an attention mask of the same shape is False.
 
         Raises DataError for padded ids without a mask: a pad token may be an end of turn as well.
         """
-        rows = _entry(tensordict, key)
-        masks = self._masks(tensordict, rows)
-        if masks is not None:
-            return [row[mask.bool()].tolist() for row, mask in zip(rows, masks, strict=True)]
+        self._check_there(key)
+        rows = rows_of(self.rows, key) or []
         pad = self.policy.tokenizer.pad_token_id
-        if pad is not None and pad != self.policy.tokenizer.eos_token_id:
+        if pad is not None and pad != self.policy.tokenizer.eos_token_id and not self.keys.intersection(MASKS):
             for number, row in enumerate(rows):
                 if row.numel() and pad in (int(row[0]), int(row[-1])):
                     raise DataError(
@@ -394,87 +299,100 @@ class Reader:
                     )
         return [row.tolist() for row in rows]
 
-    def _masks(self, tensordict: TensorDictBase, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The attention masks of `rows`, cut to their lengths if they go on over a response; None if none fits."""
-        for key in (("masks", "all_attention_mask"), "attention_mask"):
-            if key in tensordict.keys(include_nested=True):
-                masks = _entry(tensordict, key)
-                if all(mask.numel() >= row.numel() for mask, row in zip(masks, rows, strict=True)):
-                    return [mask[: row.numel()] for mask, row in zip(masks, rows, strict=True)]
-        return None
+    def entry(self, key: Key) -> list[Any]:
+        """The entry `key`, one value a row. Raises DataError if it is missing."""
+        self._check_there(key)
+        found = self.rows.get(key)
+        return found.to_chats() if isinstance(found, History) else column(self.rows, key)
 
+    def _check_there(self, key: Key) -> None:
+        """Raise DataError if the entry `key` is missing, naming those of the batch."""
+        if key not in self.keys:
+            there = ", ".join(sorted(map(str, self.keys)))
+            raise DataError(f"the policy reads {key!r}, which is not in the TensorDict: it has {there or 'nothing'}")
 
-@dataclass
-class ScoredRow:
-    """A row to compute log-probs of."""
+    def _finds(self, key: Key) -> bool:
+        """Whether to read the entry `key`, which the batch has, whatever the mode; no with an `input_key`."""
+        return self.face.input_key is None and key in self.keys
 
-    ids: list[int]
-    text: str
-    sampled: list[bool] | None = None  # which ids are the assistant's; None: unknown
+    # Conversations
 
+    def _carried_on(self) -> list[Conversation]:
+        """The conversations of an environment: sampled ids stay, and only new messages are tokenised."""
+        conversations = [conversation.copy() for conversation in self.entry("conversation")]
+        if ("tokens", "prompt") in self.keys:
+            for conversation, ids in zip(conversations, self.ids(("tokens", "prompt")), strict=True):
+                if not conversation.prompt_ids and not conversation.turns:  # the environment has tokenised the prompt
+                    conversation.prompt_ids = ids
+                    conversation.prompt_text = self.policy.tokenizer.decode(ids)
+        return conversations
 
-def _entry(tensordict: TensorDictBase, key: Key, kind: type = object) -> list[Any]:
-    """The entry `key`, one value a row: a str, a number, a list of messages, a 1-D tensor or an object.
+    def _opened(self, messages: list[Message], ids: list[int] | None = None) -> Conversation:
+        """A new conversation of this policy, with a number of its own; `ids` are those of its one message."""
+        conversation = Conversation(task={}, messages=messages, group_id=self.policy.rows_numbered)
+        self.policy.rows_numbered += 1
+        if ids is None:
+            self.policy.continuation.begin(conversation)
+        else:
+            conversation.prompt_text, conversation.prompt_ids = messages[0]["content"], ids
+        return conversation
 
-    The rows of a batch of several dimensions follow each other, the last dimension fastest. Raises DataError for a
-    missing entry, naming those of the batch, and for a value that is not a `kind`.
-    """
-    if key not in tensordict.keys(include_nested=True):
-        there = ", ".join(sorted(str(name) for name in tensordict.keys(include_nested=True)))
-        raise DataError(f"the policy reads {key!r}, which is not in the TensorDict: it has {there or 'nothing'}")
-    if tensordict.ndim > 1 or (tensordict.ndim and isinstance(tensordict, LazyStackedTensorDict)):
-        return [value for part in tensordict.unbind(0) for value in _entry(part, key, kind)]
-    found = tensordict.get(key)
-    if isinstance(found, History):
-        values = found.to_chats()
-    elif isinstance(found, NonTensorStack) or (tensordict.ndim and isinstance(found, torch.Tensor)):
-        values = column(tensordict, key)
-    else:  # one value for every row
-        plain = found.data if isinstance(found, NonTensorData) else found
-        values = [plain] * (tensordict.batch_size[0] if tensordict.ndim else 1)
-    return values
+    def _go_by_ids(self, conversations: list[Conversation]) -> None:
+        """Take the ids of the batch instead of those of the text. Raises DataError if they differ."""
+        for number, (conversation, ids) in enumerate(zip(conversations, self.ids(("tokens", "prompt")), strict=True)):
+            if self.policy.tokenizer.decode(ids) != conversation.prompt_text:
+                raise DataError(
+                    f"row {number}: ('tokens', 'prompt') does not say what {self.face.prompt_key!r} says: delete the "
+                    "one that is not to be read, or set input_mode='tokens'"
+                )
+            conversation.prompt_ids = ids
+
+    def _limit(self, conversation: Conversation, number: int) -> None:
+        """Set the length limit of the completion. Raises DataError for a prompt that leaves it no room."""
+        length, longest = len(conversation.prompt_ids), self.policy.max_model_len
+        limit = self.face.max_new_tokens
+        room = MAX_NEW_TOKENS if longest is None else longest - length
+        if room < (limit or 1):
+            raise DataError(
+                f"the prompt of row {number} has {length} tokens, and with {limit or 1} to sample that is more than "
+                f"the {longest} the model takes: shorten it"
+            )
+        conversation.max_completion_tokens = min(room, MAX_NEW_TOKENS) if limit is None else limit
+
+    def _texts(self) -> list[tuple[str, list[int]]]:
+        """The text and the ids of each row, in the modes text and tokens."""
+        tokenizer, key = self.policy.tokenizer, self.face.prompt_key
+        if self.face.input_mode is InputMode.text:
+            return [(text, text_ids(tokenizer, text)) for text in self.entry(key)]
+        return [(tokenizer.decode(ids), ids) for ids in self.ids(key)]
+
+    def _chats(self) -> list[list[Message]]:
+        """The messages of each row; an environment writes them as `history` itself, not as a part of it."""
+        key = self.face.prompt_key
+        if self.face.input_key is None and isinstance(self.rows.get(key[0], None), History):
+            key = key[0]
+        return self.entry(key)
 
 
 # What the policy writes
 
 
-@dataclass
-class _Turn:
-    """A turn of the model: the conversation with the ids that it read, and its completion."""
-
-    conversation: Conversation
-    completion: Completion
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """All ids that the model read."""
-        return self.conversation.prompt_ids + self.conversation.response_ids
-
-    @property
-    def reply(self) -> dict[str, Any]:
-        """The turn as a message."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.completion.text}
-        return message if self.completion.finish_reason == "stop" else {**message, "is_complete": False}
-
-
-def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
+def _turns_written(
+    policy: Policy, conversations: Sequence[Conversation], completions: Sequence[Completion]
+) -> TensorDict:
     """The TensorDict (N,) described at the top of this file, `history` in its parts."""
     face, tokenizer = policy.face, policy.tokenizer
     pad, nothing = (padding_id(tokenizer), 0) if face.pad_output else (None, None)
-    conversations = [turn.conversation for turn in turns]
-    completions = [turn.completion for turn in turns]
-    prompts = [turn.prompt_ids for turn in turns]
-    replies = [completion.token_ids for completion in completions]
-    sampled_masks = [[0] * len(c.prompt_ids) + c.mask for c in conversations]
-    given = [[0.0] * len(c.prompt_ids) + c.log_probs for c in conversations]
-    texts = [
-        c.prompt_text if not c.turns else tokenizer.decode(ids) for c, ids in zip(conversations, prompts, strict=True)
-    ]
+    prompts = [c.prompt_ids + c.response_ids for c in conversations]
+    texts = [tokenizer.decode(ids) if c.turns else c.prompt_text for c, ids in zip(conversations, prompts, strict=True)]
     answers = [completion.text for completion in completions]
     full = [text + answer for text, answer in zip(texts, answers, strict=True)]
+    replies = [completion.token_ids for completion in completions]
     ones = [[1] * len(reply) for reply in replies]
-    masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": sampled_masks}
-    log_probs = [completion.log_probs for completion in completions]
+    masks = {
+        "all_attention_mask": [[1] * len(ids) for ids in prompts],
+        "all_assistant_mask": [[0] * len(c.prompt_ids) + c.mask for c in conversations],
+    }
     written: dict[Any, Any] = {
         "policy_version": versions([completion.policy_version for completion in completions]),
         "finish_reason": strings([completion.finish_reason for completion in completions]),
@@ -485,37 +403,44 @@ def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
         },
     }
     if face.return_log_probs:
-        written[face.log_probs_key] = token_fields(given, log_probs, torch.float32, nothing)
+        before = [[0.0] * len(c.prompt_ids) + c.log_probs for c in conversations]
+        sampled = [completion.log_probs for completion in completions]
+        written[face.log_probs_key] = token_fields(before, sampled, torch.float32, nothing)
     if face.input_mode is InputMode.history:
-        before, after = [c.messages for c in conversations], [[turn.reply] for turn in turns]
-        chats = [[*b, *a] for b, a in zip(before, after, strict=True)]
-        parts = {"prompt": before, "response": after, "full": chats}
+        contexts, turns = [c.messages for c in conversations], [[_message(completion)] for completion in completions]
+        chats = [[*messages, *turn] for messages, turn in zip(contexts, turns, strict=True)]
+        parts = {"prompt": contexts, "response": turns, "full": chats}
         written[face.history_key] = {name: History.from_chats(rows) for name, rows in parts.items()}
     written.pop(None, None)  # the groups without a key
-    return TensorDict(written, batch_size=[len(turns)])
+    return TensorDict(written, batch_size=[len(conversations)])
 
 
-def _sequences_written(policy: Policy, rows: Sequence[ScoredRow], log_probs: Sequence[torch.Tensor]) -> TensorDict:
-    """`full` of text, tokens, masks and log-probs (N,); the assistant's mask if every row's is known."""
+def _message(completion: Completion) -> Message:
+    message: Message = {"role": "assistant", "content": completion.text}
+    return message if completion.finish_reason == "stop" else {**message, "is_complete": False}
+
+
+def _sequences_written(
+    policy: Policy, ids: list[list[int]], sampled: list[list[bool]] | None, log_probs: Sequence[torch.Tensor]
+) -> TensorDict:
+    """`full` of text, tokens, masks and log-probs (N,); the assistant's mask if it is known."""
     face, pad = policy.face, padding_id(policy.tokenizer)
-    masks = {"all_attention_mask": _laid_out(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
-    known = [row.sampled for row in rows if row.sampled is not None]
-    if len(known) == len(rows):
-        masks["all_assistant_mask"] = _laid_out(policy, known, torch.bool, 0)
+
+    def laid_out(rows: Sequence[Any], dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        return padded(tensors, fill) if face.pad_output else ragged(tensors)
+
+    masks = {"all_attention_mask": laid_out([[1] * len(row) for row in ids], torch.bool)}
+    if sampled is not None:
+        masks["all_assistant_mask"] = laid_out(sampled, torch.bool)
     written: dict[Any, Any] = {
-        face.text_key: {"full": strings([row.text for row in rows])},
-        face.tokens_key: {"full": _laid_out(policy, [row.ids for row in rows], torch.int64, pad)},
+        face.text_key: {"full": strings([policy.tokenizer.decode(row) for row in ids])},
+        face.tokens_key: {"full": laid_out(ids, torch.int64, pad)},
         face.masks_key: masks,
-        face.log_probs_key: {"full": _laid_out(policy, log_probs, torch.float32, 0)},
+        face.log_probs_key: {"full": laid_out(log_probs, torch.float32)},
     }
     written.pop(None, None)  # the groups without a key
-    return TensorDict(written, batch_size=[len(rows)])
-
-
-def _laid_out(policy: Policy, rows: Sequence[Any], dtype: torch.dtype, fill: float) -> torch.Tensor:
-    """All rows, padded on the right if the face says so, else ragged."""
-    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    return padded(tensors, fill) if policy.face.pad_output else ragged(tensors)
+    return TensorDict(written, batch_size=[len(ids)])
 
 
 def _shaped(rows: TensorDictBase, shape: Sequence[int]) -> TensorDictBase:
@@ -536,20 +461,16 @@ def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
     """
     for name, value in written.items():
         there = into.get(name, None)
-        group = _group(value)
-        if isinstance(there, History) and group is not None:
-            into.set(name, group["full"])
-        elif (kept := _group(there)) is not None and group is not None:
-            for part, leaf in group.items():
-                kept.set(part, leaf)
+        if not isinstance(value, TensorDictBase) or isinstance(value, NonTensorStack):
+            into.set(name, value)
+        elif isinstance(there, History):
+            into.set(name, value["full"])
+        elif isinstance(there, TensorDictBase):
+            for part, leaf in value.items():
+                there.set(part, leaf)
         else:
             into.set(name, value)
     return into
-
-
-def _group(value: Any) -> TensorDictBase | None:
-    """`value` if it is a TensorDict of entries, and not a stack of Python values."""
-    return value if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack) else None
 
 
 # Distributions over tokens

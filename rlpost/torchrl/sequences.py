@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import nn
 
 from rlpost.data.chat import ChatMask
@@ -16,189 +15,158 @@ from rlpost.data.history import History
 from rlpost.data.ragged import ASSISTANT, ATTENTION, Key, padded, ragged, ragged_rows
 from rlpost.errors import DataError
 from rlpost.model.logprobs import microbatches_of, token_log_probs
-from rlpost.model.packing import Row
+from rlpost.model.packing import Row, by_row
+from rlpost.torchrl.batches import concat_rows
 
 TOKENS, HISTORY = ("tokens", "full"), ("history", "full")
 RESTARTS = ("tokens", "restarts")
 REF_LOG_PROBS: Key = ("next", "ref_log_probs", "full")
 LOG_PROBS: Key = ("log_probs", "full")
-TOKENS_A_PASS = 8192  # of a batch that a model reads at once
+MASKS: tuple[Key, ...] = (ATTENTION, "attention_mask")
 LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """B token sequences of a batch.
+    """B token sequences of a batch, with one value an id as (B, T): each begins on the left, T is the longest.
 
-    `ids` holds each without pads, (T_b,). `attention` (B, T) bool tells ids from pads where the batch
-    is padded; None: no field has pads.
+    `ids` are int64; `attention`, bool, is False on the padding behind shorter sequences. `places` (B, P) is the batch's
+    own attention mask if its fields are padded; None: they are ragged. All but `places` are on the CPU.
     """
 
-    ids: list[torch.Tensor]
-    attention: torch.Tensor | None
+    ids: torch.Tensor
+    attention: torch.Tensor
+    places: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, batch: TensorDictBase, *, needs_mask: bool = True) -> Sequences:
-        """The sequences under `("tokens", "full")`: ragged, or padded with an attention mask.
+    def of(cls, batch: TensorDictBase) -> Sequences:
+        """The sequences under `("tokens", "full")`: ragged, or padded; without an attention mask nothing is padding.
 
-        Without a mask a padded tensor has no pads, unless `needs_mask`. Raises DataError for none, where
-        the mask is missing, and for conversations whose context begins anew.
+        Raises DataError for none, and for conversations whose context begins anew.
         """
-        tokens, restarts = batch.get(TOKENS, None), batch.get(RESTARTS, None)
+        restarts = batch.get(RESTARTS, None)
         if restarts is not None and restarts.numel():
             raise DataError(
                 f"{RESTARTS}: the prompts of later turns were rendered anew, and {TOKENS} is read as one sequence: "
                 "give the environment history=keep, or train with rlpost train"
             )
-        if tokens is None:
+        rows = rows_of(batch, TOKENS)
+        if rows is None:
             raise DataError(
                 f"the batch has no {TOKENS}: log-probs are those of ids, which the policy has to write there"
             )
-        if tokens.is_nested:
-            return cls(ragged_rows(tokens), None)
-        attention = batch.get(ATTENTION, None)
-        if not needs_mask and (attention is None or attention.is_nested):
-            return cls(list(tokens.unbind()), None)
-        return cls([row[kept] for row, kept in zip(tokens, attention.bool(), strict=True)], attention.bool())
+        if batch[TOKENS].is_nested:
+            return cls.of_rows(rows)
+        mask = batch.get(ATTENTION, None)
+        return cls.of_rows(rows, torch.ones_like(batch[TOKENS]).bool() if mask is None else mask.bool())
 
     @classmethod
-    def of_history(
-        cls, history: History, tokenizer: ChatMask, attention: torch.Tensor | None = None
-    ) -> tuple[Sequences, list[torch.Tensor]]:
-        """The conversations as `tokenizer` writes them, and which ids are the assistant's, bool.
+    def of_history(cls, history: History, tokenizer: ChatMask) -> tuple[Sequences, torch.Tensor]:
+        """The conversations as `tokenizer` writes them, and which ids are the assistant's, (B, T) bool.
 
-        `attention` is of fields that are padded. Raises DataError for a conversation that the template refuses.
+        Raises DataError for a conversation that the template refuses.
         """
         encoded = [tokenizer.encode(chat) for chat in history.to_chats()]
-        masks = [torch.tensor(mask, dtype=torch.bool) for _, mask in encoded]
-        return cls([torch.tensor(ids) for ids, _ in encoded], attention), masks
+        sequences = cls.of_rows([torch.tensor(ids) for ids, _ in encoded])
+        return sequences, padded([torch.tensor(mask, dtype=torch.bool) for _, mask in encoded])
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[torch.Tensor], places: torch.Tensor | None = None) -> Sequences:
+        """The sequences of the ids `rows`, without padding."""
+        return cls(padded(rows), padded([torch.ones_like(row, dtype=torch.bool) for row in rows]), places)
 
     def field(
         self, batch: TensorDictBase, key: Key, hint: str = "", missing: type[Exception] = DataError
-    ) -> list[torch.Tensor]:
-        """A field with one value an id, row by row. Raises `missing` where there is none, else as `rows`."""
-        values = batch.get(key, None)
-        if values is None:
-            raise missing(f"the batch has no {key}{hint and ': '}{hint}")
-        return self.rows(values, key)
+    ) -> torch.Tensor:
+        """A field with one value an id, (B, T), detached.
 
-    def field_or_expanded(self, batch: TensorDictBase, key: Key, hint: str) -> list[torch.Tensor]:
+        Raises `missing` where there is none, DataError for rows of other lengths than the ids have.
+        """
+        rows = rows_of(batch, key)
+        if rows is None:
+            raise missing(f"the batch has no {key}{hint and ': '}{hint}")
+        lengths, wanted = [row.shape[0] for row in rows], self.attention.sum(-1).tolist()
+        if lengths != wanted or rows[0].ndim > 1:
+            raise DataError(f"{key} has rows of {lengths} values for sequences of {wanted} ids")
+        return padded(rows).detach()
+
+    def field_or_expanded(self, batch: TensorDictBase, key: Key, hint: str) -> torch.Tensor:
         """A field of one value an id, or one a row, (B,) or (B, 1), which then counts for each id."""
         values, size = batch.get(key, None), len(self.ids)
         if values is not None and not values.is_nested and tuple(values.shape) in ((size,), (size, 1), (size, 1, 1)):
-            return [row.expand(ids.numel()) for row, ids in zip(values.reshape(size, 1), self.ids, strict=True)]
+            return values.detach().cpu().reshape(size, 1).expand(self.ids.shape)
         return self.field(batch, key, hint)
 
-    def rows(self, values: torch.Tensor, name: Key) -> list[torch.Tensor]:
-        """`values`, one an id and laid out as the ids are, row by row. Raises DataError where they are not."""
-        if values.is_nested:
-            rows = ragged_rows(values)
-        else:
-            values = values.squeeze(-1) if values.ndim == 3 else values
-            if values.ndim != 2 or (self.attention is not None and values.shape != self.attention.shape):
-                tokens = "ragged tokens" if self.attention is None else f"tokens of {tuple(self.attention.shape)}"
-                raise DataError(f"{name} has shape {tuple(values.shape)} for {tokens}: give both the same pad_output")
-            kept = torch.ones_like(values, dtype=torch.bool) if self.attention is None else self.attention
-            rows = [row[mask] for row, mask in zip(values, kept, strict=True)]
-        lengths, wanted = [row.shape[0] for row in rows], [row.numel() for row in self.ids]
-        if lengths != wanted:
-            raise DataError(f"{name} has rows of {lengths} values for sequences of {wanted} ids")
-        return rows
+    def laid_out(self, values: torch.Tensor) -> torch.Tensor:
+        """One value an id, as a field of the batch: ragged (B, *), or (B, P) with 0 at the pads."""
+        if self.places is None:
+            return ragged([row[there] for row, there in zip(values, self.attention, strict=True)])
+        return by_row(values[self.attention].to(self.places.device), self.places)
 
-    def laid_out(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One value an id, as a field of the batch: ragged (B, *), or (B, T) with 0 at the pads."""
-        if self.attention is None:
-            return ragged(rows)
-        flat = torch.cat(list(rows)).to(self.attention.device)
-        return flat.new_zeros(self.attention.shape).masked_scatter(self.attention, flat)
-
-    def masks(self, batch: TensorDictBase, *, assistant_only: bool) -> list[torch.Tensor]:
-        """The mask of the ids that count, bool: the assistant's, or all but a sequence's first, which has no log-prob.
+    def mask(self, batch: TensorDictBase, *, assistant_only: bool) -> torch.Tensor:
+        """The ids that count, (B, T) bool: the assistant's, or all but a sequence's first, which has no log-prob.
 
         Raises DataError for a batch without an assistant mask where only those count.
         """
+        chosen = self.attention.clone()
         if assistant_only:
             hint = "let the policy write it, or read every token (assistant_only=False, masking_strategy='generic')"
-            chosen = [row.bool().clone() for row in self.field(batch, ASSISTANT, hint)]
-        else:
-            chosen = [torch.ones_like(row, dtype=torch.bool) for row in self.ids]
-        for row in chosen:
-            row[:1] = False
+            chosen = self.field(batch, ASSISTANT, hint).bool()
+        chosen[:, 0] = False
         return chosen
 
 
+def in_one_dimension(batch: TensorDictBase) -> TensorDictBase:
+    """The rows of `batch`, of any shape, as a TensorDict (N,), the last dimension fastest."""
+    if batch.ndim == 0:
+        return batch.unsqueeze(0)
+    if batch.ndim == 1 and not isinstance(batch, LazyStackedTensorDict):
+        return batch
+    return concat_rows([in_one_dimension(part) for part in batch.unbind(0)])
+
+
+def rows_of(batch: TensorDictBase, key: Key, *, last: bool = False) -> list[torch.Tensor] | None:
+    """The rows of a field of the batch, on the CPU and without padding; None if there is no such field.
+
+    The attention mask of a padded batch covers the field with its first places, or with its `last` ones, as those of
+    prompts and responses cover a part of it.
+    """
+    values = batch.get(key, None)
+    if values is None:
+        return None
+    values = values.cpu()
+    if values.is_nested:
+        return ragged_rows(values)
+    values = values.squeeze(-1) if values.ndim == 3 else values
+    width = values.shape[-1]
+    for name in MASKS:
+        mask = batch.get(name, None)
+        if mask is not None and not mask.is_nested and values.ndim == 2 and width <= mask.shape[-1]:
+            there = (mask[:, mask.shape[-1] - width :] if last else mask[:, :width]).bool().cpu()
+            return [row[kept] for row, kept in zip(values, there, strict=True)]
+    return list(values.unbind())
+
+
 def read(
-    model: nn.Module,
-    ids: Sequence[torch.Tensor],
-    masks: Sequence[torch.Tensor],
-    temperature: float,
-    tokens_at_once: int | None = None,
+    model: nn.Module, sequences: Sequences, mask: torch.Tensor, temperature: float, tokens_at_once: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π and the entropy of the ids where `masks` is True, both (M,), sequence by sequence.
+    """log π and the entropy of the ids where `mask` is True, both (B, T) and 0 elsewhere.
 
     `model` reads `tokens_at_once`, or all. Raises ValueError where no id is asked for.
     """
     rows = []
-    for row, mask in zip(ids, masks, strict=True):
-        if mask.any():
-            first = int(mask.int().argmax())  # what comes before is read once for neighbours that share it
-            rest = row[first:].cpu()
-            rows.append(Row(row[:first].cpu(), rest, mask[first:].cpu(), torch.zeros(rest.numel())))
+    for ids, there, trained in zip(sequences.ids, sequences.attention, mask, strict=True):
+        if trained.any():
+            first = int(trained.int().argmax())  # what comes before is read once for neighbours that share it
+            rest, chosen = ids[there][first:], trained[there][first:]
+            rows.append(Row(ids[:first], rest, chosen, torch.zeros(rest.numel())))
     if not rows:
         raise ValueError("no token of the batch is trained: all masks are empty")
-    size = tokens_at_once or sum(row.prompt.numel() + row.response.numel() for row in rows)
+    size = tokens_at_once or sequences.ids.numel()
     device = next(model.parameters()).device
     parts = [token_log_probs(model, part, temperature) for part in microbatches_of(model, rows, size, device)]
-    return torch.cat([log_probs for log_probs, _ in parts]), torch.cat([entropy for _, entropy in parts])
-
-
-# A model's log-probs, for transforms
-
-
-def log_probs_of(
-    model: LogProbModel,
-    batch: TensorDictBase,
-    sequences: Sequences,
-    masks: Sequence[torch.Tensor],
-    temperature: float,
-) -> list[torch.Tensor]:
-    """The model's log-probs of the ids where `masks` is True, 0 elsewhere; float32, one 1-D tensor a row.
-
-    A causal LM of transformers reads the ids here, at `temperature`; anything else is called on the
-    batch without its log-probs and `next`, and has to write `("log_probs", "full")`. Raises DataError
-    where it does not.
-    """
-    if isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings"):  # a language model
-        counts = [int(mask.sum()) for mask in masks]
-        with torch.no_grad(), _evaluating(model):
-            known = read(model, sequences.ids, masks, temperature, TOKENS_A_PASS)[0] if any(counts) else torch.zeros(0)
-        pairs = zip(masks, known.float().cpu().split(counts), strict=True)
-        return [torch.zeros(mask.numel()).masked_scatter(mask.cpu(), own) for mask, own in pairs]
-    # a model that wrote into the batch itself would replace the sampler's log-probs by its own
-    seen = batch.exclude("log_probs", "next").clone(recurse=False)
-    with torch.no_grad():
-        written = model(seen).get(LOG_PROBS, None)
-    if written is None:
-        raise DataError(
-            f"the {type(model).__name__} wrote no {LOG_PROBS}: it has to give the log-probs of {TOKENS} there"
-        )
-    rows = sequences.rows(written.detach(), LOG_PROBS)
-    zero = torch.zeros((), dtype=torch.float32)
-    return [torch.where(mask.cpu(), row.float().cpu(), zero) for row, mask in zip(rows, masks, strict=True)]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, which would make log-probs random."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-# A model that is trained, for the public losses
+    log_probs, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
+    return by_row(log_probs, mask.to(device)), by_row(entropy, mask.to(device))
 
 
 def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:
@@ -207,16 +175,3 @@ def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Mod
     sampling = None if model is actor else getattr(actor, "sampling", None)
     chosen = temperature if temperature is not None else 1.0 if sampling is None else float(sampling.temperature)
     return model, chosen
-
-
-def read_sequences(
-    model: nn.Module, ids: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π_θ and the entropy of the trained tokens, both (B, T) in the places of their ids, 0 elsewhere.
-
-    Raises ValueError where no token is trained.
-    """
-    values = read(model, ids, trained, temperature)
-    places = padded(trained).to(values[0].device)
-    log_probs, entropy = (each.new_zeros(places.shape).masked_scatter(places, each) for each in values)
-    return log_probs, entropy

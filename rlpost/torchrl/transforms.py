@@ -7,30 +7,26 @@ and TemplateTransform convert texts.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import nn
 
 from rlpost.data.chat import ChatMask
 from rlpost.data.history import History
 from rlpost.data.ragged import ASSISTANT, Key, column, padded, padding_id, ragged, strings
 from rlpost.envs.base import Transform
 from rlpost.errors import DataError
-from rlpost.torchrl.sequences import (
-    HISTORY,
-    LOG_PROBS,
-    REF_LOG_PROBS,
-    TOKENS,
-    LogProbModel,
-    Sequences,
-    log_probs_of,
-)
+from rlpost.objectives.aggregation import keep
+from rlpost.torchrl.sequences import HISTORY, LOG_PROBS, REF_LOG_PROBS, TOKENS, LogProbModel, Sequences, read
 
 REWARD: Key = ("next", "reward")
 DONE: Key = ("next", "done")
+TOKENS_A_PASS = 8192  # of a batch that a model reads at once
 
 
 class _OfPlayed(Transform):
@@ -80,14 +76,14 @@ class RetrieveLogProb(_OfPlayed):
         self._frozen = _Frozen(self.model, self.model_factory, self.temperature)
 
     def _write(self, batch: TensorDictBase) -> None:
-        if batch.get(TOKENS, None) is None:
-            sequences, masks = Sequences.of_history(batch[HISTORY], ChatMask(self.tokenizer))
-            if not self.assistant_only:
-                masks = sequences.masks(batch, assistant_only=False)
-        else:
+        if batch.get(TOKENS, None) is not None:
             sequences = Sequences.of(batch)
-            masks = sequences.masks(batch, assistant_only=self.assistant_only)
-        batch.set(self.log_probs_full_key, sequences.laid_out(self._frozen(batch, sequences, masks)))
+            mask = sequences.mask(batch, assistant_only=self.assistant_only)
+        else:
+            sequences, mask = Sequences.of_history(batch[HISTORY], ChatMask(self.tokenizer))
+            if not self.assistant_only:
+                mask = sequences.mask(batch, assistant_only=False)
+        batch.set(self.log_probs_full_key, sequences.laid_out(self._frozen.log_probs(batch, sequences, mask)))
 
 
 @dataclass(eq=False)
@@ -128,59 +124,75 @@ class KLRewardTransform(_OfPlayed):
 
     def _write(self, batch: TensorDictBase) -> None:
         sequences = Sequences.of(batch)
-        masks = [mask.cpu() for mask in sequences.masks(batch, assistant_only=self.assistant_only)]
-        log_probs = self._log_probs(batch, sequences, masks)
-        references = self._frozen(batch, sequences, masks)
+        mask = sequences.mask(batch, assistant_only=self.assistant_only)
+        own = sequences.field(batch, self.log_prob_key, "the penalty compares them with the reference's").float()
+        if not self.assistant_only and ASSISTANT in batch.keys(include_nested=True):
+            others = mask & ~sequences.mask(batch, assistant_only=True)
+            if others.any() and not own[others].any():
+                raise DataError(
+                    f"{self.log_prob_key} is 0 at every token that was not sampled, and assistant_only=False "
+                    "compares all tokens: write the log-probs of all tokens with RetrieveLogProb, or leave it out"
+                )
+        reference = self._frozen.log_probs(batch, sequences, mask)
         done = batch.get(DONE, None)
-        ended = [True] * len(masks) if done is None else done.reshape(len(masks), -1).any(-1).tolist()
-        penalties = [
-            torch.where(mask & over, self.coef * (own - ref), torch.zeros(()))
-            for mask, over, own, ref in zip(masks, ended, log_probs, references, strict=True)
-        ]
+        ended = torch.ones(len(own), 1, dtype=torch.bool)
+        if done is not None:
+            ended = done.reshape(len(own), -1).any(-1, keepdim=True).cpu()
+        penalty = keep(self.coef * (own - reference), mask & ended)
         if self.add_to_reward:
             hint = "score it first, to take a penalty off, or add_to_reward=False"
-            rewards = sequences.field_or_expanded(batch, REWARD, hint)
-            less = [reward.cpu() - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-            written = sequences.laid_out(less)
-            batch.set(REWARD, written if written.is_nested else written.unsqueeze(-1))
-        batch.set(("next", "kl_penalty"), sequences.laid_out(penalties))
-        batch.set(REF_LOG_PROBS, sequences.laid_out(references))
-
-    def _log_probs(self, batch: TensorDictBase, sequences: Sequences, masks: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sampler's log-probs, one an id."""
-        hint = "the penalty compares them with the reference's"
-        rows = [row.float().cpu() for row in sequences.field(batch, self.log_prob_key, hint)]
-        if not self.assistant_only and ASSISTANT in batch.keys(include_nested=True):
-            sampled = sequences.masks(batch, assistant_only=True)
-            for row, mask, own in zip(rows, masks, sampled, strict=True):
-                others = row[mask & ~own.cpu()]
-                if others.numel() and not others.any():
-                    raise DataError(
-                        f"{self.log_prob_key} is 0 at every token that was not sampled, and assistant_only=False "
-                        "compares all tokens: write the log-probs of all tokens with RetrieveLogProb, or leave it out"
-                    )
-        return rows
+            reward = sequences.laid_out(sequences.field_or_expanded(batch, REWARD, hint) - penalty)
+            batch.set(REWARD, reward if reward.is_nested else reward.unsqueeze(-1))
+        batch.set(("next", "kl_penalty"), sequences.laid_out(penalty))
+        batch.set(REF_LOG_PROBS, sequences.laid_out(reference))
 
 
 @dataclass(eq=False)
 class _Frozen:
     """The model that gives log-probs, made at the first use."""
 
-    made: LogProbModel | None
+    model: LogProbModel | None
     factory: Callable[[], LogProbModel] | None
     temperature: float | None
 
-    def __call__(self, batch: TensorDictBase, sequences: Sequences, masks: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self.made is None:
+    def log_probs(self, batch: TensorDictBase, sequences: Sequences, mask: torch.Tensor) -> torch.Tensor:
+        """The model's log-probs of the ids where `mask` is True, 0 elsewhere; float32 (B, T).
+
+        A causal LM of transformers reads the ids here; anything else is called on the batch without its log-probs and
+        `next`, and has to write `("log_probs", "full")`. Raises DataError where it does not.
+        """
+        if self.model is None:
             assert self.factory is not None
-            self.made = self.factory()
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return log_probs_of(self.made, batch, sequences, masks, temperature)
+            self.model = self.factory()
+        model = self.model
+        with torch.no_grad():
+            if isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings"):  # a language model
+                if not mask.any():
+                    return torch.zeros(mask.shape)
+                with _evaluating(model):
+                    log_probs, _ = read(model, sequences, mask, self.temperature or 1.0, TOKENS_A_PASS)
+                return log_probs.float().cpu()
+            # a model that wrote into the batch itself would replace the sampler's log-probs by its own
+            written = model(batch.exclude("log_probs", "next").clone(recurse=False))
+        hint = f"the {type(model).__name__} has to write the log-probs of {TOKENS} there"
+        return keep(sequences.field(written, LOG_PROBS, hint).float(), mask)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, which would make log-probs random."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 # Text, ids and messages
 
 
+@dataclass(eq=False)
 class Tokenizer(Transform):
     """Writes the text under `in_key` as ids under `out_key`, an attention mask beside them; `inverse` reads them back.
 
@@ -192,61 +204,51 @@ class Tokenizer(Transform):
     the text again.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        in_key: Key = ("text", "prompt"),
-        out_key: Key = ("tokens", "prompt"),
-        padding: bool = False,
-        add_special_tokens: bool = False,
-        skip_special_tokens: bool = False,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self.in_key = in_key
-        self.out_key = out_key
-        self.mask_key: Key = "attention_mask" if isinstance(out_key, str) else (*out_key[:-1], "attention_mask")
-        self.padding = padding
-        self.add_special_tokens = add_special_tokens
-        self.skip_special_tokens = skip_special_tokens
+    tokenizer: Any
+    _: KW_ONLY
+    in_key: Key = ("text", "prompt")
+    out_key: Key = ("tokens", "prompt")
+    padding: bool = False
+    add_special_tokens: bool = False
+    skip_special_tokens: bool = False
 
-    @property
-    def tokenizer(self) -> Any:
+    def __post_init__(self) -> None:
+        group = () if isinstance(self.out_key, str) else self.out_key[:-1]
+        self.mask_key: Key = (*group, "attention_mask")
+
+    def opened(self) -> Any:
         """The tokenizer itself; that of a path is read first."""
-        if isinstance(self._tokenizer, str):
+        if isinstance(self.tokenizer, str):
             from rlpost.model.locate import locate_tokenizer
             from rlpost.model.tokenizer import open_tokenizer
 
-            self._tokenizer = open_tokenizer(locate_tokenizer(self._tokenizer, key="tokenizer"))
-        return self._tokenizer
+            self.tokenizer = open_tokenizer(locate_tokenizer(self.tokenizer, key="tokenizer"))
+        return self.tokenizer
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ids and mask. Raises DataError without the text."""
-        self._require(tensordict, self.in_key)
-        texts = column(tensordict, self.in_key)
-        encoded = [self.tokenizer(text, add_special_tokens=self.add_special_tokens)["input_ids"] for text in texts]
-        rows = [torch.tensor(ids, dtype=torch.int64) for ids in encoded]
-        masks = [torch.ones_like(row) for row in rows]
-        tensordict.set(self.out_key, self._together(rows, padding_id(self.tokenizer)))
-        return tensordict.set(self.mask_key, self._together(masks, 0))
+        tokenizer, texts = self.opened(), self._rows(tensordict, self.in_key)
+        encoded = [tokenizer(text, add_special_tokens=self.add_special_tokens)["input_ids"] for text in texts]
+        ids = [torch.tensor(row, dtype=torch.int64) for row in encoded]
+        masks = [torch.ones_like(row) for row in ids]
+        for key, rows, pad in ((self.out_key, ids, padding_id(tokenizer)), (self.mask_key, masks, 0)):
+            tensordict.set(key, padded(rows, pad, left=True) if self.padding else ragged(rows))
+        return tensordict
 
     def inverse(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the text of the ids, those of a padded tensor that the mask says. Raises DataError without either."""
-        self._require(tensordict, self.out_key)
-        rows = column(tensordict, self.out_key)
+        rows = self._rows(tensordict, self.out_key)
         if not tensordict.get(self.out_key).is_nested:
-            self._require(tensordict, self.mask_key)
-            rows = [row[mask.bool()] for row, mask in zip(rows, column(tensordict, self.mask_key), strict=True)]
-        texts = [self.tokenizer.decode(row.tolist(), skip_special_tokens=self.skip_special_tokens) for row in rows]
+            masks = self._rows(tensordict, self.mask_key)
+            rows = [row[mask.bool()] for row, mask in zip(rows, masks, strict=True)]
+        texts = [self.opened().decode(row.tolist(), skip_special_tokens=self.skip_special_tokens) for row in rows]
         return tensordict.set(self.in_key, strings(texts))
 
-    def _require(self, tensordict: TensorDictBase, key: Key) -> None:
+    def _rows(self, tensordict: TensorDictBase, key: Key) -> list[Any]:
         if key not in tensordict.keys(include_nested=True):
             there = ", ".join(sorted(str(name) for name in tensordict.keys(include_nested=True)))
             raise DataError(f"the data has no {key!r}, only {there or 'nothing'}: set in_key and out_key")
-
-    def _together(self, rows: list[torch.Tensor], pad: int) -> torch.Tensor:
-        return padded(rows, pad, left=True) if self.padding else ragged(rows)
+        return column(tensordict, key)
 
 
 @dataclass(eq=False)

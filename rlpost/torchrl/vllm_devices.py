@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from rlpost.errors import ConfigError
 from rlpost.imports import require_vllm
@@ -18,6 +17,8 @@ from rlpost.policies.vllm import engine_arguments
 from rlpost.policies.vllm_engine import NamedWeights, OwnProcessEngine, environment, set_environment
 from rlpost.remote.cluster import Actor, gpus_seen, has_gpus, joined
 from rlpost.settings import VLLMSettings
+
+CALLED_THERE = ("generate", "load_folder", "load_adapter", "call_workers", "reset_prefix_cache")
 
 
 class LLMOnDevice(OwnProcessEngine):
@@ -41,13 +42,14 @@ class LLMOnDevice(OwnProcessEngine):
     ) -> None:
         require_vllm()
         self.folder = Path(folder)
-        self.devices = None if devices is None else check_devices(devices)
+        self.devices = None if devices is None else list(devices)
         settings = settings or VLLMSettings()
         arguments = engine_arguments(self.folder, settings, max_model_len=max_model_len, seed=0)
-        if self.devices is not None:
+        if self.devices:
             arguments["tensor_parallel_size"] = len(self.devices)
         set_environment()
-        with _only(self.devices):
+        sees = nullcontext() if devices is None else environment("CUDA_VISIBLE_DEVICES", cuda_visible(devices))
+        with sees:
             super().__init__(arguments | engine, settings.timeout_seconds)
 
     def get_tokenizer(self) -> Any:
@@ -55,23 +57,15 @@ class LLMOnDevice(OwnProcessEngine):
         return open_tokenizer(self.folder)
 
 
-def check_devices(devices: Sequence[int]) -> list[int]:
-    """`devices` as numbers of GPUs that are there. Raises ConfigError for others."""
-    numbers, there = list(devices), torch.cuda.device_count()
-    missing = [number for number in numbers if not 0 <= number < there]
+def cuda_visible(devices: Sequence[int]) -> str:
+    """The value of CUDA_VISIBLE_DEVICES that shows these GPUs alone. Raises ConfigError for one that is not there."""
+    seen = gpus_seen()
+    missing = [number for number in devices if not 0 <= number < len(seen)]
     if missing:
         raise ConfigError(
-            f"there is no GPU {missing[0]}: this machine has {there}; leave devices out to use what there is"
+            f"there is no GPU {missing[0]}: this machine has {len(seen)}; leave devices out to use what there is"
         )
-    return numbers
-
-
-def _only(devices: Sequence[int] | None) -> AbstractContextManager[None]:
-    """A block in which processes that start see these GPUs alone."""
-    if devices is None:
-        return nullcontext()
-    seen = gpus_seen()
-    return environment("CUDA_VISIBLE_DEVICES", ",".join(seen[number] for number in devices))
+    return ",".join(seen[number] for number in devices)
 
 
 class RayLLM:
@@ -96,16 +90,15 @@ class RayLLM:
         self.actor = Actor(ray, handle, "the Ray actor of vLLM (policy.timeout_seconds sets the limit)")
         self.model_config = self.actor.call("config", seconds=self._timeout)
 
-    def _call(self, method: str, *args: Any) -> Any:
-        return self.actor.call("call", method, *args, seconds=self._timeout)
+    def __getattr__(self, name: str) -> Any:
+        """The methods of `VLLMEngine` that the engine in the actor carries out."""
+        if name not in CALLED_THERE:
+            raise AttributeError(name)
+        return partial(self.actor.call, "call", name, seconds=self._timeout)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer in the model's folder."""
         return open_tokenizer(self.folder)
-
-    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
-        """See `VLLMEngine`."""
-        return self._call("generate", prompts, params)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -113,31 +106,15 @@ class RayLLM:
         yield
         self.reset_prefix_cache()
 
-    def load_folder(self, folder: Path) -> None:
-        """See `VLLMEngine`; the folder has to be there on the actor's node."""
-        self._call("load_folder", folder)
-
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
         sent = [(name, weight.detach().to(self.model_config.dtype).cpu()) for name, weight in weights]
-        self._call("load_weights", sent)
-
-    def load_adapter(self, adapter: Any) -> None:
-        """See `VLLMEngine`."""
-        self._call("load_adapter", adapter)
-
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See `VLLMEngine`."""
-        return self._call("call_workers", method, *args)
-
-    def reset_prefix_cache(self) -> None:
-        """See `VLLMEngine`."""
-        self._call("reset_prefix_cache")
+        self.actor.call("call", "load_weights", sent, seconds=self._timeout)
 
     def close(self) -> None:
         """See `VLLMEngine`."""
         try:
-            self._call("close")
+            self.actor.call("call", "close", seconds=self._timeout)
         finally:
             self.actor.kill()
 

@@ -288,5 +288,5 @@ def test_what_lacks_something_is_refused(
 
 
 def test_a_reference_that_writes_no_log_probs_is_refused() -> None:
-    with pytest.raises(DataError, match=r"function .* \('log_probs', 'full'\)"):
+    with pytest.raises(DataError, match=r"no \('log_probs', 'full'\).* function"):
         KLRewardTransform(lambda seen: seen)(batch())

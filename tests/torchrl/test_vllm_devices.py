@@ -13,7 +13,7 @@ from rlpost.errors import ConfigError
 from rlpost.imports import is_installed
 from rlpost.policies import LLMOnDevice, vLLMWrapper
 from rlpost.policies.vllm_engine import OwnProcessEngine
-from rlpost.torchrl.vllm_devices import check_devices
+from rlpost.torchrl.vllm_devices import cuda_visible
 
 needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
 
@@ -41,7 +41,7 @@ def test_the_engines_process_sees_its_own_gpus_alone(
     assert arguments["max_model_len"] == 2048  # the model's own
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
     with pytest.raises(ConfigError, match="GPU 2"):
-        check_devices([0, 2])
+        cuda_visible([0, 2])
 
 
 def test_a_policy_takes_a_folder_or_an_engine() -> None:
