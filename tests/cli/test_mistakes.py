@@ -101,7 +101,6 @@ VISIBLE = {
         config list modle
         config show evl
         env tst x
-        env show gsm9k
         env test gsm8k steps=3
         reward new mine.py
         info please
