@@ -89,7 +89,7 @@ VISIBLE = {
         eval optim.lr=1
         chat
         chat smollm2 --learning-rate 1
-        chat x --top-p 3
+        chat x --temperature -1
         rollouts show x --limit 0
         rollouts show x --sort rewrd
         rollouts export all.csv
