@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -108,11 +107,8 @@ class RewardFunction:
 
     def invoke(self, given: Mapping[str, Any]) -> Any:
         """Call it with its parameters out of `given`."""
-        parameters = inspect.signature(self.function).parameters
         takes = self.signature().takes
-        by_place = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and name in given]
-        by_name = [name for name in given if name not in by_place and (takes is None or name in takes)]
-        return self.function(*(given[name] for name in by_place), **{name: given[name] for name in by_name})
+        return self.function(**{name: value for name, value in given.items() if takes is None or name in takes})
 
     def failure(self, error: BaseException) -> str:
         """The message for an exception that it raised, with the line in its file if it has one."""
@@ -309,10 +305,7 @@ def as_number(value: Any) -> float | None:
             value = value.item()
         except (RuntimeError, TypeError, ValueError):  # more than one element
             return None
-    try:
-        return float(value) if isinstance(value, bool | int | float) else None
-    except OverflowError:
-        return math.inf
+    return float(value) if isinstance(value, bool | int | float) else None
 
 
 def kind_of_value(value: Any) -> str:
