@@ -16,12 +16,12 @@ from rlpost.cli.env import tell_starter, write_starter
 from rlpost.cli.terminal import print_json, print_lines
 from rlpost.cli.usage import App, AsJson
 from rlpost.cli.views import table
+from rlpost.errors import ConfigError
 from rlpost.settings import OwnRowsSettings
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
     from rlpost.rewards.attacks import Attack, Check
-    from rlpost.rewards.functions import WorkerReward
 
 NEW_EXAMPLES = """\
   rlpost reward new my_reward
@@ -34,6 +34,7 @@ TEST_EXAMPLES = """\
 """
 FAULTS = 3
 REPLY_SHOWN = 60  # characters
+TIMEOUT_SECONDS = 10.0  # of one reward call, by default
 NO_GOLD = "if no reply is right or wrong (length, style), leave out what compares with a right one: add env.gold=false"
 NO_ANSWERS = "the rows have no answer; if they have, name its column with env.answer_column"
 STYLES = {"ok": "green", "weak": "yellow", "fault": "red"}
@@ -62,7 +63,6 @@ def attack(
         typer.Argument(metavar="[env.KEY=VALUE]...", help="Environment with the rows to attack with, and plugin=FILE."),
     ] = None,
     rows: Annotated[int, typer.Option(metavar="N", help="Number of rows to attack with.", min=1)] = 8,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Timeout of one reward call.", min=0.01)] = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Attack a reward with replies that should not pay, and with what breaks functions; exit 3 if it has a fault.
@@ -74,7 +74,7 @@ def attack(
 
     words = words or []
     with _quiet():
-        planned, source = _attack(name, words, rows, timeout)
+        planned, source = _attack(name, words, rows)
         checks = attack_reward(planned)
     left_out = [] if planned.has_gold else list(NEED_GOLD)
     counts = {kind: sum(check.verdict.value == kind for check in checks) for kind in STYLES}
@@ -95,7 +95,7 @@ def attack(
         raise typer.Exit(FAULTS)
 
 
-def _attack(name: str, words: Sequence[str], rows: int, seconds: float) -> tuple[Attack, str]:
+def _attack(name: str, words: Sequence[str], rows: int) -> tuple[Attack, str]:
     """The attack on the reward, and a description of its rows.
 
     Raises ConfigError for an unknown reward, environment or setting, DataError for rows that cannot be
@@ -107,11 +107,17 @@ def _attack(name: str, words: Sequence[str], rows: int, seconds: float) -> tuple
     from rlpost.envs.proof import cases_of
     from rlpost.rewards.attacks import COLUMNS, Attack, sample_attack
     from rlpost.rewards.builtin import BUILT_IN
-    from rlpost.rewards.functions import check_columns
+    from rlpost.rewards.functions import WorkerReward, check_columns, load_reward
 
     chosen = without_plugins(words)
-    reward = _in_a_process(name)
-    if not [word for word in chosen if not word.startswith("env.gold=")]:
+    limit = _value_of(chosen, "env.reward_timeout_seconds") or str(TIMEOUT_SECONDS)
+    try:
+        seconds = float(limit)
+    except ValueError:
+        raise ConfigError(f"env.reward_timeout_seconds={limit} is not a number") from None
+    reward = WorkerReward(name, name) if name in BUILT_IN else load_reward(name)
+    assert isinstance(reward, WorkerReward)  # a name that is not built in is FILE.py:FUNCTION
+    if all(word.startswith(("env.gold=", "env.reward_timeout_seconds=")) for word in chosen):
         check_columns(reward, COLUMNS, "the sample rows")
         attack = sample_attack(reward, seconds=seconds)
         attack = replace(attack, has_gold=attack.has_gold and "env.gold=false" not in chosen)
@@ -138,17 +144,6 @@ def _value_of(words: Sequence[str], key: str) -> str | None:
     """The value that `words` give `key`; None if they give it none."""
     values = [word.partition("=")[2] for word in words if word.startswith(f"{key}=")]
     return values[-1] if values else None
-
-
-def _in_a_process(name: str) -> WorkerReward:
-    """The reward in a process of its own, also a built-in one."""
-    from rlpost.rewards.builtin import BUILT_IN
-    from rlpost.rewards.functions import WorkerReward, load_reward
-
-    reward = WorkerReward(name, name) if name in BUILT_IN else load_reward(name)
-    assert isinstance(reward, WorkerReward)  # a name that is not built in is FILE.py:FUNCTION
-    reward.limit = "--timeout"
-    return reward
 
 
 def _lines(checks: Sequence[Check]) -> list[str]:

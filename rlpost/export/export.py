@@ -45,21 +45,14 @@ MOST_GAP = 0.02  # mean distance of log-probs in nats, of 16-bit weights
 LEAST_SAME = 0.97  # share of positions with the same likeliest token, of q8_0
 
 QUESTIONS = (
-    "What is 17 + 25?",
+    *(f"What is {n} + {n + 8}?" for n in range(2, 10)),
     "Name three colours.",
     "Write a sentence about the sea.",
     "What is the capital of France?",
     "Translate 'good morning' into Spanish.",
-    "How many days has a week?",
-    "Explain in one sentence what a prime number is.",
-    "List the first five even numbers.",
     "Who wrote Hamlet?",
-    "Give a synonym of 'quick'.",
-    "What do bees make?",
     "Finish the sentence: The early bird",
-    "What is 9 times 8?",
     "Write a line of Python that prints hello.",
-    "Which is larger, 0.9 or 0.11?",
     "Say something kind to a friend.",
 )
 TEXTS = (  # tokenized by both sides, besides the prompts

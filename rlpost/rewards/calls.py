@@ -144,9 +144,9 @@ def joined(rows: Sequence[RowValues]) -> RowValues:
     )
 
 
-def late(reference: str, seconds: float, limit: str = LIMIT, where: str = "") -> str:
-    """The error of a function that took longer than `limit` allows."""
-    return f"{reference} did not return within {seconds:g} s{where}: raise {limit} if it needs more"
+def late(reference: str, seconds: float, where: str = "") -> str:
+    """The error of a function that took too long."""
+    return f"{reference} did not return within {seconds:g} s{where}: raise {LIMIT} if it needs more"
 
 
 def call_here(
@@ -320,12 +320,11 @@ def kind_of_value(value: Any) -> str:
 class Request:
     """Calls to make of a worker's function: what each is given, and for how many rows.
 
-    `seconds` are for async ones, and `limit` is the name of the setting that gives them.
+    `seconds` are for async ones.
     """
 
     calls: list[tuple[dict[str, Any], int]]
     seconds: float
-    limit: str
 
 
 def serve(reference: str, path: str) -> tuple[Callable[[Request], list[dict[str, Any]]], Signature]:
@@ -355,5 +354,5 @@ def find(reference: str, path: str) -> RewardFunction:
 def _answer(reward: RewardFunction, request: Request) -> list[dict[str, Any]]:
     calls = [_Call(reward, given, count) for given, count in request.calls]
     _carry_out(calls, request.seconds)
-    tardy = late(reward.reference, request.seconds, request.limit)
+    tardy = late(reward.reference, request.seconds)
     return [vars(RowValues.of_error(tardy, call.count) if call.late else call.rows()) for call in calls]

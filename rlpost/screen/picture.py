@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rlpost.output import Ticker, in_front, output_into, size_of, where_it_leads
-from rlpost.record import LOSS, interval, legend, main_figure
-from rlpost.screen.state import CURVES, Shown, State, clock, tokens_per_second
+from rlpost.record import legend
+from rlpost.screen.state import CURVES, Shown, State, clock, evaluation_line, tokens_per_second
 from rlpost.text import both_ends, fold, one_line, wrapped
 
 ENTER = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
@@ -262,25 +262,12 @@ def _figures(latest: Mapping[str, str], width: int) -> list[Text]:
 
 
 def _evaluations(state: State, width: int) -> list[Text]:
-    """The main held-out measure at the first and the latest evaluation; in few columns only at the latest."""
-    shown = [held_out for step, metrics in state.evaluations if (held_out := _held_out(step, metrics))]
-    if not shown:
-        return []
-    both = Text().append("held-out  ", "dim").append_text(Text("  →  ").join(shown))
-    return [both if both.cell_len <= width else Text().append("held-out  ", "dim").append_text(shown[-1])]
-
-
-def _held_out(step: int, metrics: Mapping[str, float]) -> Text | None:
-    """An evaluation's main measure: its value, its interval with the number of prompts, and when it was."""
-    main = main_figure(metrics)
-    found = main or interval(metrics, LOSS)
-    if found is None:
-        return None
-    name = "" if found.is_share else "reward " if main else "loss "
-    value, _, ends = f"{found}".strip().partition(" ")
-    extent = "" if found.prompts is None else f" of {found.prompts}"
-    when = " before training" if step == 0 else f" after step {step}"
-    return Text().append(f"{name}{value}", "bold").append(f" {ends}{extent}").append(when, "dim")
+    """The first and the latest evaluation, a line each."""
+    lines = []
+    for step, metrics in state.evaluations:
+        when = f"after step {step}" if step else "before training"
+        lines.append(Text(one_line(evaluation_line(metrics, when), width)))
+    return lines
 
 
 def _time(state: State, width: int) -> list[Text]:
