@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
 
 STDERR_SHOWN_BYTES = 4000
-_BACK_OFF_SECONDS = 0.1  # before a start after one without an answered call; doubles each time
-_MAX_BACK_OFF_SECONDS = 5.0
+_PAUSE_SECONDS = 1.0  # before a start after one without an answered call
 _CLOSE_SECONDS = 15.0
 _NOT_IN_A_CALL = re.compile(r"[^\w.\-]")  # characters of a name that a call cannot write
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -55,8 +54,8 @@ class MCPToolTransform(ToolTransform):
 
     The processes start with the first `start` or `schemas`, each within `startup_timeout` seconds, and all
     conversations share them. If a call has no answer within `timeout` seconds, or its server dies meanwhile, the
-    model reads a failure. A server that died or hangs is restarted for the next call, after a pause that doubles
-    while calls stay unanswered.
+    model reads a failure. A server that died or hangs is restarted for the next call, after a pause if no call was
+    answered since the last start.
 
     Raises ConfigError for invalid `servers`, MissingExtraError without the SDK; when used, ToolError for a server
     that does not start, or cannot be restarted in `max_restarts` attempts in a row.
@@ -233,7 +232,7 @@ class Server:
     startup_timeout: float
     max_restarts: int
     restarts: int = 0
-    _unanswered_starts: int = 0  # starts since the last answered call
+    _has_answered: bool = True  # a call since the latest restart
     _given_up: str | None = None  # why it is not restarted any more
     _connection: _Connection | None = None
     _tools: list[Tool] = field(default_factory=list)
@@ -282,7 +281,7 @@ class Server:
         return self._answered(ToolResult(_text_of(result), ok=not result.is_error))
 
     def _answered(self, result: ToolResult) -> ToolResult:
-        self._unanswered_starts = 0
+        self._has_answered = True
         return result
 
     async def _connected(self) -> _Connection:
@@ -295,7 +294,10 @@ class Server:
                     break
                 if self._connection is not None:
                     await self._connection.end()
-                await self._back_off()
+                if not self._has_answered:
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                self._has_answered = False
+                self.restarts += 1
                 try:
                     await self._open()
                 except ToolError as error:
@@ -304,13 +306,6 @@ class Server:
                         raise ToolError(self._given_up) from error
             assert self._connection is not None
             return self._connection
-
-    async def _back_off(self) -> None:
-        """Wait before a start, longer after each start without an answered call."""
-        if self._unanswered_starts:
-            await asyncio.sleep(min(_BACK_OFF_SECONDS * 2.0 ** (self._unanswered_starts - 1), _MAX_BACK_OFF_SECONDS))
-        self._unanswered_starts = min(self._unanswered_starts + 1, 10)
-        self.restarts += 1
 
     async def _open(self) -> None:
         """Open a new connection. Raises ToolError if the server does not become ready."""
