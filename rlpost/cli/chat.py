@@ -25,7 +25,7 @@ from rlpost.text import counted, did_you_mean, nearest, printable
 
 if TYPE_CHECKING:
     from rlpost.chat import Chat, Reply
-    from rlpost.settings import ModelSettings, SamplingSettings
+    from rlpost.settings import EvalSamplingSettings, ModelSettings
 
 EXAMPLES = """\
   rlpost chat smollm2
@@ -81,7 +81,7 @@ def chat(
         talk(session)
 
 
-def chat_settings(path: str, words: Sequence[str] = ()) -> tuple[ModelSettings, SamplingSettings]:
+def chat_settings(path: str, words: Sequence[str] = ()) -> tuple[ModelSettings, EvalSamplingSettings]:
     """The settings of a model and of its sampling, under `words`.
 
     `path` is an option of `model`, a run's name or a value of `model.path`. Raises ConfigError for any other name,
@@ -122,7 +122,7 @@ def piped_messages(*, lines: bool) -> list[str]:
 
 
 def load(
-    settings: ModelSettings, sampling: SamplingSettings, *, system: str | None, max_tokens: int, seed: int
+    settings: ModelSettings, sampling: EvalSamplingSettings, *, system: str | None, max_tokens: int, seed: int
 ) -> Chat:
     """A conversation with the model of `settings`; prints on stderr which model was loaded."""
     started = time.perf_counter()
@@ -130,6 +130,7 @@ def load(
         from rlpost.chat import Chat, load_policy
         from rlpost.data.template_choice import thinking_cut_short
         from rlpost.model.load import describe
+        from rlpost.policies.drawing import evaluation_sampling
         from rlpost.train.facts import measured_precision
 
         policy, folder = load_policy(settings, lambda found: status.precision(measured_precision(found)))
@@ -140,7 +141,8 @@ def load(
     print(painted(printable(loaded), DIM, sys.stderr), file=sys.stderr)
     if note := thinking_cut_short(policy.tokenizer, max_tokens, "--max-tokens"):
         print(printable(f"note: {note}"), file=sys.stderr)
-    return Chat(policy, sampling=sampling, max_tokens=max_tokens, system=system, seed=seed)
+    drawn = evaluation_sampling(sampling, 1)
+    return Chat(policy, sampling=drawn, max_tokens=max_tokens, system=system, seed=seed)
 
 
 def answer(chat: Chat, messages: Sequence[str], *, as_json: bool) -> None:

@@ -43,7 +43,7 @@ REFUSED = re.compile(r"[^\w\-. :/]")  # by MLflow, in the name of a metric
 
 Status = Literal["finished", "stopped", "failed"]  # how a run ended: stopped by a signal, failed with an error
 COLUMNS = ("step", "prompt", "completion", "reward", "parts", "advantage", "finish_reason")  # of a table of completions
-Row = Sequence[Any]  # one completion of a table: its cells in the order of `COLUMNS`
+Row = list[Any]  # one completion of a table: its cells in the order of `COLUMNS`
 
 
 class Tracker(ABC):
