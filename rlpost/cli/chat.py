@@ -31,7 +31,7 @@ EXAMPLES = """\
   rlpost chat smollm2
   rlpost chat my-run --system "Answer with a number." --temperature 0
   rlpost chat my-run model.chat_template_kwargs={enable_thinking:false}
-  rlpost chat my-run sampling.top_k=40 sampling.stop=[END]
+  rlpost chat my-run sampling.top_k=40 sampling.top_p=1
   echo "2 + 2?" | rlpost chat runs/my-run/checkpoints/step-000030 --json
 """
 PROMPT = "> "
