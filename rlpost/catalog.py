@@ -217,11 +217,11 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "adamw_8bit": Choice("training:AdamW8bitSettings"),
     },
     "tracking": {
-        "mlflow": Choice("training:MLflowSettings", builds="tracking.trackers:mlflow"),
+        "mlflow": Choice("training:MLflowSettings", builds="tracking.trackers:MLflowTracker"),
         "none": Choice("training:NoTrackingSettings"),
-        "tensorboard": Choice("training:TensorBoardSettings", builds="tracking.trackers:tensorboard"),
-        "trackio": Choice("training:TrackioSettings", builds="tracking.trackers:trackio"),
-        "wandb": Choice("training:WandbSettings", builds="tracking.trackers:wandb"),
+        "tensorboard": Choice("training:TensorBoardSettings", builds="tracking.trackers:TensorBoardTracker"),
+        "trackio": Choice("training:TrackioSettings", builds="tracking.trackers:TrackioTracker"),
+        "wandb": Choice("training:WandbSettings", builds="tracking.trackers:WandbTracker"),
     },
 }
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -383,11 +385,16 @@ def make_loss(name: str) -> None:
 
 
 def make_tracker(folder: Path, name: str) -> None:
-    """A tracker chosen and made, not started: whether its package is installed is not asked."""
+    """A tracker that starts, without its package."""
     settings = compose(TRAIN_GRPO, [f"tracking={name}"]).settings.tracking
+    packages = ("wandb", "trackio", "trackio.sqlite_storage", "mlflow", "mlflow.entities", "mlflow.tracking")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trackers, "_require", lambda *packages: None)
-        run.build_tracking(settings, RunRequest(folder, None, [], [], "steps: 1\n"))
+        for package in packages:
+            patch.setitem(sys.modules, package, MagicMock())
+        patch.setattr(trackers, "require", lambda *packages: None)
+        patch.setattr("os.environ", dict(os.environ))
+        if tracking := run.build_tracking(settings, RunRequest(folder, None, [], [], "steps: 1\n")):
+            tracking.tracker.start(folder, {}, None, 0)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

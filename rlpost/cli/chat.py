@@ -26,15 +26,17 @@ from rlpost.text import counted, did_you_mean, nearest, printable
 
 if TYPE_CHECKING:
     from rlpost.chat import Chat, Reply
-    from rlpost.settings import ModelSettings, SamplingSettings
+    from rlpost.settings import EvalSamplingSettings, ModelSettings
 
 EXAMPLES = """\
   rlpost chat smollm2
   rlpost chat my-run --system "Answer with a number." --temperature 0
   rlpost chat my-run model.chat_template_kwargs={enable_thinking:false}
+  rlpost chat my-run sampling.top_k=40 sampling.top_p=1
   echo "2 + 2?" | rlpost chat runs/my-run/checkpoints/step-000030 --json
 """
 PROMPT = "> "
+TOP_P = 0.9  # by default
 COMMANDS = {
     "/reset": ("", "begin anew"),
     "/system": ("TEXT", "set the system prompt, or without TEXT none, and begin anew"),
@@ -57,20 +59,10 @@ def chat(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[model.KEY=VALUE]...", help="Settings of the model."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings: model.KEY and sampling.KEY."),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
     temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0: take the likeliest token.")] = 0.7,
-    top_p: Annotated[
-        float,
-        typer.Option(metavar="P", min=0, max=1, help="Draw from tokens of this total probability."),
-    ] = 0.9,
-    top_k: Annotated[int, typer.Option(metavar="N", min=0, help="Draw from the N likeliest tokens; 0: all.")] = 0,
-    min_p: Annotated[
-        float,
-        typer.Option(metavar="P", min=0, max=1, help="Draw tokens at least P times as likely as the top."),
-    ] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; may be repeated.")] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens per reply.")] = 512,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")] = 0,
     lines: Annotated[bool, typer.Option("--lines", help="Answer each line of a pipe separately.")] = False,
@@ -80,25 +72,24 @@ def chat(
 
     /help lists what can be typed. Ctrl-C stops a reply, and leaves at the prompt; Ctrl-D leaves.
     """
-    from rlpost.settings import SamplingSettings
-
-    settings = model_settings(path, overrides or [])
-    sampling = SamplingSettings(temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=stop or [])
+    model, sampling = chat_settings(path, [f"sampling.temperature={temperature}", *(overrides or [])])
     piped = not sys.stdin.isatty()
     messages = piped_messages(lines=lines) if piped else []
-    print(f"loading {printable(what_is_loaded(path, settings))} ...", file=sys.stderr, flush=True)
+    found = str(Path(model.path).resolve()) if Path(model.path).is_dir() else model.path
+    print(f"loading {printable(found)} ...", file=sys.stderr, flush=True)
     with saying_stopped("stopped while the model was loading"):
-        session = load(settings, sampling, system=system, max_tokens=max_tokens, seed=seed)
+        session = load(model, sampling, system=system, max_tokens=max_tokens, seed=seed)
     if piped:
         answer(session, messages, as_json=as_json)
     else:
         talk(session)
 
 
-def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
-    """The settings of the model named by an option of `model`, a run's name or a value of `model.path`, under `words`.
+def chat_settings(path: str, words: Sequence[str] = ()) -> tuple[ModelSettings, EvalSamplingSettings]:
+    """The settings of a model and of its sampling, under `words`.
 
-    Raises ConfigError for any other name, with the nearest one, and for settings that do not work.
+    `path` is an option of `model`, a run's name or a value of `model.path`. Raises ConfigError for any other name,
+    with the nearest one, and for settings that do not work.
     """
     from rlpost.config.compose import compose
     from rlpost.data.template_choice import named_template
@@ -115,32 +106,19 @@ def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
         hint = did_you_mean(nearest(path, [*known, *runs]), "a hub id has the form OWNER/NAME")
         raise ConfigError(f"{path} is not a model, run or folder{hint}")
     try:
-        settings = compose(EVAL, [chosen, *words]).settings.model
+        settings = compose(EVAL, [f"sampling.top_p={TOP_P}", chosen, *words]).settings
     except ConfigError as error:  # the message names a setting, but the user typed only the path
         raise ConfigError(str(error).removeprefix("model.path=")) from None
-    if settings.chat_template is not None:
-        named_template(settings.chat_template)
-    return replace(settings, path=resolve_model_path(settings.path))  # now: a run may save another checkpoint
-
-
-def what_is_loaded(path: str, settings: ModelSettings) -> str:
-    """The name that was given and, if it differs, the model it stands for."""
-    folder = Path(settings.path)
-    if folder.is_file():
-        return path
-    if not folder.is_dir():
-        found = settings.path if settings.path == path else f"{path} ({settings.path})"
-        return found if ":" in settings.path else f"{found}, from the hub unless it is cached"
-    checkpoint = folder.resolve().parent
-    return f"{path} ({checkpoint.name})" if checkpoint.parent.name == "checkpoints" else str(path)
+    model = settings.model
+    if model.chat_template is not None:
+        named_template(model.chat_template)
+    model = replace(model, path=resolve_model_path(model.path))  # now: a run may save another checkpoint
+    return model, settings.sampling
 
 
 def piped_messages(*, lines: bool) -> list[str]:
     """The messages from stdin: one, or one a line. Raises DataError if there is no text."""
-    try:
-        text = sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"stdin is not text: byte {error.start} is not UTF-8") from None
+    text = sys.stdin.buffer.read().decode(errors="replace")
     messages = [line for line in text.splitlines() if line.strip()] if lines else [text.rstrip("\n")]
     if not any(message.strip() for message in messages):
         raise DataError("stdin is empty: echo 'a question' | rlpost chat PATH, or start it in a terminal to talk")
@@ -148,7 +126,7 @@ def piped_messages(*, lines: bool) -> list[str]:
 
 
 def load(
-    settings: ModelSettings, sampling: SamplingSettings, *, system: str | None, max_tokens: int, seed: int
+    settings: ModelSettings, sampling: EvalSamplingSettings, *, system: str | None, max_tokens: int, seed: int
 ) -> Chat:
     """A conversation with the model of `settings`; prints on stderr which model was loaded."""
     started = time.perf_counter()
@@ -156,6 +134,7 @@ def load(
         from rlpost.chat import Chat, load_policy
         from rlpost.data.template_choice import thinking_cut_short
         from rlpost.model.load import describe
+        from rlpost.policies.drawing import evaluation_sampling
         from rlpost.train.facts import measured_precision
 
         policy, folder = load_policy(settings, lambda found: status.precision(measured_precision(found)))
@@ -166,7 +145,8 @@ def load(
     print(painted(printable(loaded), DIM, sys.stderr), file=sys.stderr)
     if note := thinking_cut_short(policy.tokenizer, max_tokens, "--max-tokens"):
         print(printable(f"note: {note}"), file=sys.stderr)
-    return Chat(policy, sampling=sampling, max_tokens=max_tokens, system=system, seed=seed)
+    drawn = evaluation_sampling(sampling, 1)
+    return Chat(policy, sampling=drawn, max_tokens=max_tokens, system=system, seed=seed)
 
 
 def answer(chat: Chat, messages: Sequence[str], *, as_json: bool) -> None:
@@ -177,7 +157,9 @@ def answer(chat: Chat, messages: Sequence[str], *, as_json: bool) -> None:
             print(flush=True)
             raise KeyboardInterrupt
         if as_json:
-            print(json.dumps(as_dict(message, reply)), flush=True)
+            seconds = round(reply.seconds, 3)
+            given = {"prompt": message, "reply": reply.text, "tokens": reply.tokens, "seconds": seconds}
+            print(json.dumps({**given, "finish_reason": reply.finish_reason}), flush=True)
         else:
             print("" if reply.text.endswith("\n") else "\n", end="", flush=True)
             if reply.finish_reason != "stop":
@@ -192,7 +174,7 @@ def talk(chat: Chat) -> None:
     print(painted("/help lists the commands, Ctrl-D leaves", DIM, sys.stderr), file=sys.stderr)
     while True:
         try:
-            line = _read_line()
+            line = input(PROMPT)
         except (EOFError, KeyboardInterrupt) as left:
             print(file=sys.stderr)
             if isinstance(left, KeyboardInterrupt):
@@ -205,7 +187,7 @@ def talk(chat: Chat) -> None:
                 return
             continue
         try:
-            reply = chat.reply(line, lambda piece: print(printable(piece), end="", flush=True))
+            reply = chat.reply(line, _show)
         except DataError as error:
             print_error(str(error))
             continue
@@ -244,29 +226,6 @@ def ending(reply: Reply, chat: Chat) -> str:
     }
     speed = reply.tokens / reply.seconds if reply.seconds > 0 else 0.0
     return f"{counted(reply.tokens, 'token')}, {speed:.1f} tokens/s, {reasons[reply.finish_reason]}"
-
-
-def as_dict(message: str, reply: Reply) -> dict[str, object]:
-    """A reply as one JSON object."""
-    return {
-        "prompt": message,
-        "reply": reply.text,
-        "tokens": reply.tokens,
-        "seconds": round(reply.seconds, 3),
-        "finish_reason": reply.finish_reason,
-    }
-
-
-def _read_line() -> str:
-    """A line typed by the user; the prompt goes to stderr if stdout is not a terminal."""
-    if sys.stdout.isatty():
-        line = input(PROMPT)
-    else:
-        print(PROMPT, end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-    return line.rstrip("\n")
 
 
 def _show(piece: str) -> None:

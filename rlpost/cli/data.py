@@ -76,13 +76,11 @@ def preview(
     row: Annotated[int | None, typer.Option(metavar="K", min=1, help="Show row K, as its file counts.")] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Report on the first N rows.")] = ROWS_READ,
     as_json: AsJson = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Mark trained tokens with » and « instead of colours.")
-    ] = False,
 ) -> None:
     """Show a demonstration as the model reads it, what of it is trained, and a summary of the first rows.
 
-    Takes what rlpost train sft takes, and loads the tokenizer only.
+    Takes what rlpost train sft takes, and loads the tokenizer only. Without colours, as with NO_COLOR=1, » and « stand
+    around what is trained.
     """
     from rlpost.config.compose import compose
 
@@ -96,8 +94,7 @@ def preview(
     if as_json:
         print_json(preview_as_dict(demonstrations, shown, encoder) | {"not_used": unused})
         return
-    coloured = takes_colour(sys.stdout) and not plain
-    lines = preview_lines(demonstrations, shown, encoder, settings.max_bad_share, coloured=coloured)
+    lines = preview_lines(demonstrations, shown, encoder, settings.max_bad_share)
     print("\n".join([*lines, *(_wrapped(unused) if unused else [])]))
 
 
@@ -197,16 +194,16 @@ def pairs(
         raise ConfigError(f"{file} exists already: remove it, or give another name")
     table = expanded(source)
     is_table = table.is_file() and table.suffix == ".parquet"
-    is_run = any(map(is_run_folder, (table, RUNS / source)))
-    saved = not is_run and any(map(is_evaluation_folder, (table, EVALS / source)))
-    if step and (is_table or saved):
+    is_run = not is_table and any(map(is_run_folder, (table, RUNS / source)))
+    is_evaluation = not is_table and not is_run and any(map(is_evaluation_folder, (table, EVALS / source)))
+    if step and (is_table or is_evaluation):
         raise ConfigError(f"--step {step}: only a run has steps to choose from; leave it out")
     with StatusLine("reading completions"), stdout_on_stderr() if as_json else nullcontext():
         from rlpost.evaluation.pairs import groups_of_run, groups_of_table, write_pairs
         from rlpost.evaluation.saved import find_evaluation
         from rlpost.runs.reader import find_run
 
-        if is_table or saved:
+        if is_table or is_evaluation:
             groups = groups_of_table(table if is_table else find_evaluation(source))
         else:
             run = find_run(source)
@@ -240,24 +237,22 @@ def totals_of(samples: Sequence[Sample]) -> tuple[dict[str, int], BadRows]:
 
 
 def preview_lines(
-    demonstrations: Sequence[Demonstration],
-    shown: Demonstration,
-    encoder: Encoder,
-    max_bad_share: float,
-    *,
-    coloured: bool,
+    demonstrations: Sequence[Demonstration], shown: Demonstration, encoder: Encoder, max_bad_share: float
 ) -> list[str]:
     """The demonstration `shown`, then a summary of all; with colours, or marked with » and «."""
     sample = encoder.encode(shown)
     heading = f"{shown.where}: {len(sample.ids):,} tokens, {sample.num_trained:,} trained"
-    lines = [_painted(printable(heading), BOLD, coloured)]
+    lines = [painted(printable(heading), BOLD, sys.stdout)]
     if sample.fault is not None:
-        lines += [_painted(line, RED, coloured) for line in _wrapped(f"bad, {sample.fault.value}: {sample.reason}")]
-    body = _marked(pieces_of(sample, encoder), coloured=coloured) if sample.ids else _as_given(shown)
-    lines += ["", *body, ""]
+        lines += _in_red(f"bad, {sample.fault.value}: {sample.reason}")
     if sample.ids:
-        lines += [_legend(coloured), ""]
-    return lines + _summary([encoder.encode(each) for each in demonstrations], max_bad_share, coloured)
+        lines += ["", *_marked(pieces_of(sample, encoder)), "", _legend(), ""]
+    elif shown.messages is None:
+        lines += ["", *_wrapped(shown.text or ""), ""]
+    else:  # as in the row
+        given = [f"{message['role']}: {message['content']}" for message in shown.messages]
+        lines += ["", *(line for text in given for line in _wrapped(text)), ""]
+    return lines + _summary([encoder.encode(each) for each in demonstrations], max_bad_share)
 
 
 def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstration, encoder: Encoder) -> dict[str, Any]:
@@ -302,10 +297,10 @@ def opened(
     rows = env.demonstrated()
     stream = env.demonstrations() if rows is None else rows.in_turn()
     demonstrations = list(islice(stream, count))  # a bad path or row raises before the tokenizer loads
-    everything = chain(demonstrations, stream)
-    shown = next((d for d in everything if (not d.wrong if row is None else row_number(d.where) == str(row))), None)
-    if shown is None and row is None and demonstrations:
-        shown = demonstrations[0]
+    if row is None:
+        shown = next((each for each in demonstrations if not each.wrong), demonstrations[0])
+    else:
+        shown = next((d for d in chain(demonstrations, stream) if row_number(d.where) == str(row)), None)
     if shown is None:
         also = "; it may be held out: add env.split=test eval.enabled=false" if settings.split == "train" else ""
         raise ConfigError(f"--row {row}: the split {settings.split} has no such row{also}")
@@ -343,40 +338,31 @@ def row_number(where: str) -> str:
     return where.rpartition(" ")[2]
 
 
-def _marked(pieces: Sequence[Piece], *, coloured: bool) -> list[str]:
+def _marked(pieces: Sequence[Piece]) -> list[str]:
     """The pieces as lines of printable characters."""
     written = ""
     for trained, group in groupby(pieces, key=lambda piece: piece.trained):
-        run = "".join(_styled(piece, coloured) for piece in group)
-        written += run if coloured or not trained else f"{OPENING}{run}{CLOSING}"
+        run = "".join(map(_styled, group))
+        written += run if takes_colour(sys.stdout) or not trained else f"{OPENING}{run}{CLOSING}"
     return written.removesuffix("\n").split("\n")
 
 
-def _styled(piece: Piece, coloured: bool) -> str:
+def _styled(piece: Piece) -> str:
     text = printable(piece.text)
     if piece.trained:
         text = text.replace("\n", f"{LINE_BREAK}\n")
-    if not coloured:
-        return text
     style = (GREEN if piece.trained else DIM) + (BOLD if piece.special and piece.trained else "")
     # style each line on its own: a pager or a scrolled terminal forgets a style of an earlier line
-    return "\n".join(f"{style}{line}{RESET}" if line else "" for line in text.split("\n"))
+    return "\n".join(painted(line, style, sys.stdout) for line in text.split("\n"))
 
 
-def _legend(coloured: bool) -> str:
-    if coloured:
+def _legend() -> str:
+    if takes_colour(sys.stdout):
         return f"{GREEN}trained{RESET}  {BOLD}{GREEN}trained, a special token{RESET}  {DIM}not trained{RESET}"
     return f"{OPENING}trained{CLOSING}  {LINE_BREAK} a line break that is trained"
 
 
-def _as_given(shown: Demonstration) -> list[str]:
-    """The messages of a demonstration without ids, as in the row."""
-    if shown.messages is None:
-        return _wrapped(shown.text or "")
-    return [line for message in shown.messages for line in _wrapped(f"{message['role']}: {message['content']}")]
-
-
-def _summary(samples: Sequence[Sample], max_bad_share: float, coloured: bool) -> list[str]:
+def _summary(samples: Sequence[Sample], max_bad_share: float) -> list[str]:
     totals, bad = totals_of(samples)
     share = totals["trained"] / max(1, totals["tokens"])
     lines = _wrapped(
@@ -384,7 +370,7 @@ def _summary(samples: Sequence[Sample], max_bad_share: float, coloured: bool) ->
         f"{totals['longest']:,}, {bad.count or 'none'} bad"
     )
     for line in bad.lines():
-        lines += [_painted(part, RED, coloured) for part in _wrapped(f"  {line}")]
+        lines += _in_red(f"  {line}")
     if bad.count:
         lines += _wrapped(f"--row {row_number(bad.found[0].where)} shows the first of them")
     if bad.count > max_bad_share * len(samples):
@@ -396,5 +382,5 @@ def _wrapped(text: str) -> list[str]:
     return paragraph(text, output_width())
 
 
-def _painted(text: str, style: str, coloured: bool) -> str:
-    return painted(text, style, sys.stdout) if coloured else text
+def _in_red(text: str) -> list[str]:
+    return [painted(line, RED, sys.stdout) for line in _wrapped(text)]

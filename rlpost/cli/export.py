@@ -11,11 +11,11 @@ import typer
 from rlpost.cli.completion import complete_run
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import App, AsJson
-from rlpost.config.paths import BEST, LATEST, RUNS, checkpoints, is_checkpoint_folder, is_run_folder, step_of
+from rlpost.config.paths import BEST, LATEST, checkpoints, is_checkpoint_folder
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.runs.reader import find_run
-from rlpost.text import did_you_mean, nearest, printable, readable
+from rlpost.text import printable, readable
 
 EXAMPLES = """\
   rlpost export my-run                        makes exports/my-run-hf-bfloat16
@@ -76,7 +76,6 @@ def export(
     for _, target in targets:
         if target.exists():
             raise ConfigError(f"{target} exists already: remove it, or give another --out")
-    address = None
     with (
         saying_stopped("stopped: nothing was exported"),
         StatusLine("loading torch") as status,
@@ -97,15 +96,15 @@ def export(
                 if not targets:
                     raise
                 status.note(f"{error}; trying {targets[0][0]}")
-    if not as_json:
-        print(printable(f"wrote    {target}, {readable(made['bytes'])}, with a model card in README.md"))
-        print(f"agrees   {made['agreement']['text']}")
+    address = None
     if hub is not None:
         with StatusLine(f"uploading to {hub}"), stdout_on_stderr():
             address = upload(target, hub)
     if as_json:
         print_json({**made, "hub": address})
         return
+    print(printable(f"wrote    {target}, {readable(made['bytes'])}, with a model card in README.md"))
+    print(f"agrees   {made['agreement']['text']}")
     if address is not None:
         print(printable(f"hub      {address}"))
     shown = str(target) if "/" in str(target) else f"./{target}"  # a word that cannot be taken for a name
@@ -118,28 +117,20 @@ def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
     Raises ConfigError if there is no such run or checkpoint.
     """
     given = expanded(name)
-    if not is_run_folder(RUNS / name) and is_checkpoint_folder(given) and is_run_folder(given.resolve().parent.parent):
-        if which is not None:
-            raise ConfigError(f"{name} is a checkpoint already: leave --checkpoint out")
-        found = given.resolve()
-        return _short(found.parent.parent), _short(found)
+    if which is None and is_checkpoint_folder(given):
+        return given.resolve().parent.parent, given.resolve()
     run = find_run(name)
-    saved = checkpoints(run / "checkpoints")
+    saved = {path.name: path for path in checkpoints(run / "checkpoints")}
     if not saved:
         raise ConfigError(f"{run} has no finished checkpoint yet: resume it, or give another run")
-    if which in (None, LATEST):
-        return run, saved[-1]
-    names = {path.name: path for path in saved}
-    best = (run / "checkpoints" / BEST).resolve()
+    wanted = list(saved)[-1]
     if which == BEST:
-        if best.name in names:
-            return run, names[best.name]
-        raise ConfigError(f"{run} has no best checkpoint, since it was not evaluated: use --checkpoint latest")
-    number = str(which).removeprefix("step-")
-    if number.isdecimal() and (found := next((path for path in saved if step_of(path) == int(number)), None)):
-        return run, found
-    near = did_you_mean(nearest(str(which), [*names, LATEST, BEST]), f"it has {', '.join(names)}")
-    raise ConfigError(f"{run} has no checkpoint {which}{near}")
+        wanted = (run / "checkpoints" / BEST).resolve().name
+    elif which not in (None, LATEST):
+        wanted = f"step-{which.removeprefix('step-').zfill(6)}"
+    if wanted not in saved:
+        raise ConfigError(f"{run} has no checkpoint {which}; it has {', '.join(saved)}")
+    return run, saved[wanted]
 
 
 def dtypes(to: Format, requested: Dtype | None) -> list[Dtype | None]:
@@ -150,10 +141,9 @@ def dtypes(to: Format, requested: Dtype | None) -> list[Dtype | None]:
     known = DTYPES[to]
     if requested is None:
         return [each for each in known if each != "q8_0"]
-    if None in known:
-        raise ConfigError("--to adapter keeps the numbers that were trained: leave --dtype out")
     if requested not in known:
-        raise ConfigError(f"--dtype {requested} is not for --to {to}: it is one of {', '.join(map(str, known))}")
+        choice = "leave it out" if to == "adapter" else f"it is one of {', '.join(map(str, known))}"
+        raise ConfigError(f"--dtype {requested} is not for --to {to}: {choice}")
     return [requested]
 
 
@@ -161,8 +151,3 @@ def target_of(run: Path, checkpoint: Path, to: Format, dtype: Dtype | None) -> P
     """The folder of an export by default: exports/RUN-FORMAT-DTYPE, with the step of a checkpoint before the latest."""
     which = [] if checkpoint == checkpoints(run / "checkpoints")[-1] else [checkpoint.name]
     return EXPORTS / "-".join([run.resolve().name, *which, to, *([dtype] if dtype else [])])
-
-
-def _short(path: Path) -> Path:
-    """`path` as seen from here, if it lies below."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

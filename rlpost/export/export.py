@@ -2,8 +2,8 @@
 
 The folder is written beside its place, read back by transformers (an adapter by peft), and compared on greedy replies
 of the checkpoint. Both sides compute in float32, so the figures are those of the written numbers, not of a machine's
-arithmetic. What reads it back shares nothing with rlpost: transformers' own tokenizer, model and `generate`, which has
-to stop where a reply ended. A folder that does not agree is removed.
+arithmetic. What reads it back shares nothing with rlpost: transformers' own tokenizer and model. A folder that does not
+agree is removed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,21 +46,14 @@ MOST_GAP = 0.02  # mean distance of log-probs in nats, of 16-bit weights
 LEAST_SAME = 0.97  # share of positions with the same likeliest token, of q8_0
 
 QUESTIONS = (
-    "What is 17 + 25?",
+    *(f"What is {n} + {n + 8}?" for n in range(2, 10)),
     "Name three colours.",
     "Write a sentence about the sea.",
     "What is the capital of France?",
     "Translate 'good morning' into Spanish.",
-    "How many days has a week?",
-    "Explain in one sentence what a prime number is.",
-    "List the first five even numbers.",
     "Who wrote Hamlet?",
-    "Give a synonym of 'quick'.",
-    "What do bees make?",
     "Finish the sentence: The early bird",
-    "What is 9 times 8?",
     "Write a line of Python that prints hello.",
-    "Which is larger, 0.9 or 0.11?",
     "Say something kind to a friend.",
 )
 TEXTS = (  # tokenized by both sides, besides the prompts
@@ -131,9 +124,7 @@ def export(
     greedy = SamplingSettings(temperature=0)
     policy.on_ended = lambda ended: show("greedy replies", ended, len(prompts))
     policy.on_ended(0)
-    completions = policy.generate([Request(ids, REPLY, 0) for ids in prompts], greedy)
-    replies = [reply.token_ids for reply in completions]
-    ended = [reply.finish_reason == "stop" for reply in completions]
+    replies = [reply.token_ids for reply in policy.generate([Request(ids, REPLY, 0) for ids in prompts], greedy)]
     expected = readings(model, prompts, replies, show)
     base = base_of(run)
     with beside(target) as making:
@@ -153,8 +144,6 @@ def export(
         show("reading it back")
         written, its_tokenizer = _read_back(to, making, source, checkpoint)
         _check_tokenizer(tokenizer, its_tokenizer, prompts, target)
-        if to == "hf":
-            _check_ends(written.to(device), prompts, replies, ended, target)
         ends, known = stop_ids(tokenizer), ends_of(written.generation_config)
         all_ends = [] if {*ends} <= {*known} else list(dict.fromkeys([*ends, *known]))
         its_readings = readings(written.to(device), prompts, replies, show)
@@ -183,9 +172,7 @@ def export(
 @contextmanager
 def beside(target: Path) -> Iterator[Path]:
     """A folder to write to that becomes `target` when the block ends, and is removed if it raises."""
-    parent = target.parent
-    making = parent / f".{target.name}.incomplete"
-    there = parent.is_dir()
+    making = target.with_name(f".{target.name}.incomplete")
     try:
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir(parents=True)
@@ -195,9 +182,6 @@ def beside(target: Path) -> Iterator[Path]:
         raise DataError(f"cannot write {target}: {error}; free some space or give another --out") from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
-        if not there:
-            with suppress(OSError):  # it holds the export
-                parent.rmdir()
 
 
 def prompts_of(run: Path, tokenizer: Any) -> list[list[int]]:
@@ -256,24 +240,6 @@ def _read_back(to: str, folder: Path, source: Path, checkpoint: Path) -> tuple[A
         base = locate_model(paths.adapter_base(checkpoint / "adapter"))
         return adapted_with(load_model(base), folder, len(tokenizer)).eval(), tokenizer
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
-
-
-def _check_ends(
-    written: Any, prompts: Sequence[list[int]], replies: Sequence[list[int]], ended: Sequence[bool], target: Path
-) -> None:
-    """Raise DisagreementError if transformers' own `generate` writes on where a reply of the checkpoint ended."""
-    for prompt, reply, stopped in zip(prompts, replies, ended, strict=True):
-        if not stopped:
-            continue
-        ids = torch.tensor([prompt], device=written.device)
-        made = written.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(reply) + 1, do_sample=False, pad_token_id=0
-        )[0, len(prompt) :].tolist()
-        if made[:-1] == reply:
-            raise DisagreementError(
-                f"{target} was not written: its generation_config.json does not end a reply at id {reply[-1]}, where "
-                "the checkpoint's replies end; report this as a bug"
-            )
 
 
 def _check_tokenizer(own: Any, written: Any, prompts: Sequence[list[int]], target: Path) -> None:

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlpost.config.paths import read_json
+from rlpost.data.chat import stop_ids
 from rlpost.errors import ConfigError
 from rlpost.model.conversion import read_gguf
 from rlpost.model.weights import SavedWeights
@@ -34,15 +35,8 @@ FAMILIES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }
-# fields for which transformers uses the family's default instead of the file's value; llama.cpp too for layer_types
-GRANTED = {
-    "qwen3": ["head_dim"],
-    "gemma2": ["query_pre_attn_scalar", "layer_types", "attn_logit_softcapping", "final_logit_softcapping"],
-    "gemma3_text": ["query_pre_attn_scalar", "layer_types"],
-}
 STORED = {"float32": Stored.F32, "float16": Stored.F16, "q8_0": Stored.Q8_0}
 _FILE_TYPES = {Stored.F32: 0, Stored.F16: 1, Stored.Q8_0: 7}
-_QUANTIZATION_VERSION = 2
 _LLAMA3 = "llama3"  # the one scaling of rope that is written, as factors of its frequencies
 
 # how byte-level tokenizers split text into words -> llama.cpp's name for it
@@ -77,16 +71,17 @@ def write_gguf(
     if licence is not None:
         writer.add_license(licence)
     writer.add_file_type(_FILE_TYPES[stored])
-    writer.add_quantization_version(_QUANTIZATION_VERSION)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, config, arch)
     _add_tokenizer(writer, tokenizer, source, config.vocab_size)
     rope = _rope(config)
     if rope["rope_type"] == _LLAMA3:
         writer.add_tensor("rope_freqs.weight", _frequency_factors(config))
-    names = gguf.get_tensor_name_map(_arch_number(arch), config.num_hidden_layers)
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     size = 0
-    for number, own in enumerate(weights):
-        show("converting tensors", number, len(weights))
+    for done, own in enumerate(weights):
+        show("converting tensors", done, len(weights))
         if own == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = names.get_name(own, try_suffixes=(".weight", ".bias"))
@@ -139,15 +134,7 @@ def _architecture(config: Any) -> str:
         raise ConfigError(f"--to gguf does not cover the sliding window of this {config.model_type}: use --to hf")
     if arch.startswith("gemma") and config.query_pre_attn_scalar != config.head_dim:  # llama.cpp scales by head_dim
         raise ConfigError(f"--to gguf does not cover query_pre_attn_scalar={config.query_pre_attn_scalar}: use --to hf")
-    usual = type(config)(num_hidden_layers=config.num_hidden_layers)
-    for name in GRANTED.get(config.model_type, []):
-        if (own := getattr(config, name)) != getattr(usual, name):
-            raise ConfigError(f"--to gguf does not cover {name}={own} of this {config.model_type}: use --to hf")
     return arch
-
-
-def _arch_number(arch: str) -> Any:
-    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -251,9 +238,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, source: Path, size: 
             getattr(writer, f"add_{kind}_token_id")(number)
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and begun[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(len(begun) > 1 and begun[-1] == tokenizer.eos_token_id)
-    generation = source / "generation_config.json"
-    ends = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    others = [number for number in ends if number != tokenizer.eos_token_id] if isinstance(ends, list) else []
+    others = [number for number in stop_ids(tokenizer) if number != tokenizer.eos_token_id]
     if others:
         writer.add_eot_token_id(others[0])
     writer.add_chat_template(tokenizer.chat_template)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -108,11 +107,8 @@ class RewardFunction:
 
     def invoke(self, given: Mapping[str, Any]) -> Any:
         """Call it with its parameters out of `given`."""
-        parameters = inspect.signature(self.function).parameters
         takes = self.signature().takes
-        by_place = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and name in given]
-        by_name = [name for name in given if name not in by_place and (takes is None or name in takes)]
-        return self.function(*(given[name] for name in by_place), **{name: given[name] for name in by_name})
+        return self.function(**{name: value for name, value in given.items() if takes is None or name in takes})
 
     def failure(self, error: BaseException) -> str:
         """The message for an exception that it raised, with the line in its file if it has one."""
@@ -148,9 +144,9 @@ def joined(rows: Sequence[RowValues]) -> RowValues:
     )
 
 
-def late(reference: str, seconds: float, limit: str = LIMIT, where: str = "") -> str:
-    """The error of a function that took longer than `limit` allows."""
-    return f"{reference} did not return within {seconds:g} s{where}: raise {limit} if it needs more"
+def late(reference: str, seconds: float, where: str = "") -> str:
+    """The error of a function that took too long."""
+    return f"{reference} did not return within {seconds:g} s{where}: raise {LIMIT} if it needs more"
 
 
 def call_here(
@@ -309,10 +305,7 @@ def as_number(value: Any) -> float | None:
             value = value.item()
         except (RuntimeError, TypeError, ValueError):  # more than one element
             return None
-    try:
-        return float(value) if isinstance(value, bool | int | float) else None
-    except OverflowError:
-        return math.inf
+    return float(value) if isinstance(value, bool | int | float) else None
 
 
 def kind_of_value(value: Any) -> str:
@@ -327,12 +320,11 @@ def kind_of_value(value: Any) -> str:
 class Request:
     """Calls to make of a worker's function: what each is given, and for how many rows.
 
-    `seconds` are for async ones, and `limit` is the name of the setting that gives them.
+    `seconds` are for async ones.
     """
 
     calls: list[tuple[dict[str, Any], int]]
     seconds: float
-    limit: str
 
 
 def serve(reference: str, path: str) -> tuple[Callable[[Request], list[dict[str, Any]]], Signature]:
@@ -362,5 +354,5 @@ def find(reference: str, path: str) -> RewardFunction:
 def _answer(reward: RewardFunction, request: Request) -> list[dict[str, Any]]:
     calls = [_Call(reward, given, count) for given, count in request.calls]
     _carry_out(calls, request.seconds)
-    tardy = late(reward.reference, request.seconds, request.limit)
+    tardy = late(reward.reference, request.seconds)
     return [vars(RowValues.of_error(tardy, call.count) if call.late else call.rows()) for call in calls]

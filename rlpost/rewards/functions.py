@@ -25,7 +25,6 @@ from rlpost.imports import require
 from rlpost.rewards.builtin import BUILT_IN, best
 from rlpost.rewards.calls import (
     GRACE_SECONDS,
-    LIMIT,
     TIMEOUT_SECONDS,
     Finished,
     Request,
@@ -252,13 +251,12 @@ class WorkerReward:
     """The reward `reference` of the file or plugin at `path` (built-in: ""), in a warm process of its own.
 
     `name` is what the metrics call it. Rewards of one reference share the process, which ends with the last of them,
-    or with their `close`. `limit` is the name of the deadline's setting in messages.
+    or with their `close`.
     """
 
     name: str
     reference: str
     path: str = ""
-    limit: str = LIMIT
     _worker: Worker | None = field(default=None, init=False)
 
     @property
@@ -327,7 +325,7 @@ class WorkerReward:
             wanted = given if signature.takes is None else {n: given[n] for n in signature.takes if n in given}
             calls.append((wanted, len(batch)))
         deadline = seconds + (GRACE_SECONDS if signature.is_async else 0.0)
-        outcome = (worker or self.worker).call(Request(calls, seconds, self.limit), deadline)
+        outcome = (worker or self.worker).call(Request(calls, seconds), deadline)
         if outcome.error is None:
             rows = joined([RowValues(**answer) for answer in outcome.value])
         else:
@@ -342,7 +340,7 @@ class WorkerReward:
         if not outcome.late:
             return f"{self.reference} failed: {outcome.error}"
         line = outcome.line_in(self.path)
-        return late(self.reference, seconds, self.limit, f", at line {line}" if line else "")
+        return late(self.reference, seconds, f", at line {line}" if line else "")
 
 
 AnyReward = RewardFunction | WorkerReward

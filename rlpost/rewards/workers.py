@@ -11,15 +11,16 @@ one that has died is replaced; the time a process needs to start counts for no d
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import math
 import os
 import queue
 import re
 import resource
-import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from rlpost.errors import RewardError, RlpostError, named
 from rlpost.remote.process import WorkerProcess
 
 START_SECONDS = 600.0  # timeout of a process's imports
-STACK_SECONDS = 2.0  # timeout of the stack that a late process writes before it is killed
+STACK_SECONDS = 0.5  # for a late process to write its stack before it is killed
 OUTPUT_KEPT = 2000  # bytes of a call's output
 LONGEST_STACK = 1 << 20  # bytes
 MEMORY_BYTES = 4 << 30  # enough for sympy and NumPy; a number of a billion digits fails instead of filling the machine
@@ -182,7 +183,6 @@ class Worker:
         self._owner = os.getpid()
         self._begun = self._process.begin()
         self._about = self._process.submit("about")
-        self._output.listen()
 
     def ready(self) -> Any:
         """Wait until the process is ready; returns the data `about` the function.
@@ -222,7 +222,12 @@ class Worker:
         late: list[Outcome] = []
 
         def kill() -> None:
-            printed, stack = output.text(), output.stack_of(pid)
+            printed = output.text()
+            output.begin()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)  # `FunctionHost` has it write the Python stack
+            time.sleep(STACK_SECONDS)
+            stack = output.text(LONGEST_STACK)
             late.append(Outcome(None, f"did not return within {seconds:g} s", True, True, printed, stack))
             process.kill("was late")
 
@@ -249,61 +254,20 @@ class Worker:
 
 
 class _Output:
-    """Reads what a process prints to `descriptor`, and keeps the beginning of it."""
+    """A file that a process prints to; its beginning is read."""
 
     def __init__(self) -> None:
-        reading, self.descriptor = os.pipe()
-        os.set_blocking(reading, False)
-        self._pipe = open(reading, "rb", buffering=0)  # noqa: SIM115  closed by the thread that reads
-        self._lock = threading.Lock()
-        self._kept, self._most = b"", OUTPUT_KEPT
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
+        self.descriptor = self._file.fileno()
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_APPEND)  # so that what is printed after a `begin` is all there
 
-    def listen(self) -> None:
-        """Read until all processes that have the descriptor have ended; they have started, and this one closes it."""
-        os.close(self.descriptor)
-        threading.Thread(target=self._drain, daemon=True).start()
+    def begin(self) -> None:
+        """Drop what was printed so far."""
+        os.ftruncate(self.descriptor, 0)
 
-    def begin(self, most: int = OUTPUT_KEPT) -> None:
-        """Drop what was kept, and keep the first `most` bytes from now on."""
-        self._take()
-        with self._lock:
-            self._kept, self._most = b"", most
-
-    def text(self) -> str:
-        """The beginning of the output since the last `begin`."""
-        self._take()
-        return self._kept.decode(errors="replace")
-
-    def stack_of(self, pid: int) -> str:
-        """The Python stack of process `pid`, whose `FunctionHost` writes it here; "" if it does not."""
-        self.begin(LONGEST_STACK)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-        until, stack = time.monotonic() + STACK_SECONDS, ""
-        while time.monotonic() < until:
-            before, stack = stack, self.text()
-            if stack and stack == before:  # its lines follow at once
-                break
-            time.sleep(0.1)
-        return stack
-
-    def _take(self) -> bool:
-        """Read the pending output; False once all writers have closed the pipe."""
-        for _ in range(64):  # more comes from something that still runs
-            with self._lock:
-                came = b"" if self._pipe.closed else self._pipe.read(1 << 16)
-                if not came:
-                    return came is None
-                self._kept = (self._kept + came)[: self._most]
-        return True
-
-    def _drain(self) -> None:
-        poll = select.poll()
-        poll.register(self._pipe, select.POLLIN)
-        while self._take():
-            poll.poll()
-        with self._lock:
-            self._pipe.close()
+    def text(self, most: int = OUTPUT_KEPT) -> str:
+        """The first `most` bytes that were printed since the last `begin`."""
+        return os.pread(self.descriptor, most, 0).decode(errors="replace")
 
 
 # In the process

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.text import Text
 
 from rlpost.output import Ticker, in_front, output_into, size_of, where_it_leads
-from rlpost.record import LOSS, interval, legend, main_figure
-from rlpost.screen.state import CURVES, Shown, State, clock, tokens_per_second
-from rlpost.text import both_ends, counted, fold, one_line, wrapped
+from rlpost.record import legend
+from rlpost.screen.state import CURVES, Shown, State, clock, evaluation_line, tokens_per_second
+from rlpost.text import both_ends, fold, one_line, wrapped
 
 ENTER = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
 LEAVE = b"\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
@@ -102,21 +102,8 @@ FIGURES = {
 }
 
 
-class Part(NamedTuple):
-    """A part of the picture: how few of its lines are of use, how many it has, and its lines in a given room."""
-
-    least: int
-    most: int
-    lines: Callable[[int], list[Text]]
-
-    @classmethod
-    def of(cls, lines: list[Text], least: int | None = None) -> Part:
-        """A part with these lines; the first ones are shown if there is no room for all."""
-        return cls(len(lines) if least is None else min(least, len(lines)), len(lines), lambda room: lines[:room])
-
-
-ABOVE = ("why", "curves", "figures", "evaluations", "time", "plan", "completions")
-BELOW = ("legend", "foot")
+ABOVE = ("why", "curves", "figures", "evaluations", "time", "plan", "completions")  # in the order of the picture
+CUTTABLE = ("plan", "figures")  # parts whose first lines are of use without the others
 
 
 def frame(state: State, width: int, height: int) -> list[Text]:
@@ -127,39 +114,30 @@ def frame(state: State, width: int, height: int) -> list[Text]:
         _bar(state, inner),
         _phase(state, inner),
     ]
-    room = height - len(head)
-    parts = {name: part for name, part in _parts(state, inner, height).items() if part.least}
-    gap = 1  # an empty line before each part
-    sizes = divided(room, parts, gap)
-    if height < AIRY and any(sizes[name] < part.most + gap for name, part in parts.items()):
-        sizes = divided(room, parts, gap := 0)
-    above, below = (
-        [
-            line
-            for name in names
-            if sizes.get(name, 0) > gap
-            for line in [*[Text()] * gap, *parts[name].lines(sizes[name] - gap)]
-        ]
-        for names in (ABOVE, BELOW)
-    )
-    lines = [*head, *above, *[Text()] * (room - len(above) - len(below)), *below]
-    for line in (shown := [Text(" ").append_text(line) for line in lines[:height]]):
-        line.truncate(max(1, width - 1), overflow="ellipsis")
-    return shown
-
-
-def divided(height: int, parts: Mapping[str, Part], gap: int = 0) -> dict[str, int]:
-    """The lines of each part, the most important first, with `gap` before each.
-
-    In their order the parts get the fewest lines that are of use to them, if those are left; the lines then left are
-    divided among the parts that need more.
-    """
-    sizes = {}
+    latest = _latest(state)
+    parts = _progress(state, latest, inner, height) if latest else _plan(state, inner)
+    foot = _foot(state, inner, height)
+    room = height - len(head) - len(foot)
+    wanted = len(_completions(state.samples, inner, room))
+    whole = sum(len(part) + 1 for part in [*parts.values(), foot] if part) + wanted + 1
+    gap = 1 if height >= AIRY or whole <= room + len(foot) else 0  # empty lines before each part
+    least = min(wanted, max(3, height * 3 // 8))  # lines of completions, which come first
+    free = room - (least + gap if least else 0) - gap
+    shown: dict[str, list[Text]] = {}
     for name, part in parts.items():
-        sizes[name] = part.least + gap if part.least + gap <= height else 0
-        height -= sizes[name]
-    wanted = [max(0, parts[name].most + gap - size) if size else 0 for name, size in sizes.items()]
-    return {name: size + more for (name, size), more in zip(sizes.items(), shares(wanted, height), strict=True)}
+        lines = part[: max(0, free - gap)] if name in CUTTABLE else part
+        if lines and len(lines) + gap <= free:
+            shown[name] = [*[Text()] * gap, *lines]
+            free -= len(shown[name])
+    if completions := _completions(state.samples, inner, least + free):
+        shown["completions"] = [*[Text()] * gap, *completions]
+    above = [line for name in ABOVE for line in shown.get(name, [])]
+    below = [*shown.get("legend", []), *[Text()] * gap, *foot]
+    lines = [*head, *above, *[Text()] * (height - len(head) - len(above) - len(below)), *below][:height]
+    padded = [Text(" ").append_text(line) for line in lines]
+    for line in padded:
+        line.truncate(max(1, width - 1), overflow="ellipsis")
+    return padded
 
 
 def shares(wanted: Sequence[int], room: int) -> list[int]:
@@ -169,13 +147,6 @@ def shares(wanted: Sequence[int], room: int) -> list[int]:
         given[i] = min(wanted[i], room // (len(wanted) - done))
         room -= given[i]
     return given
-
-
-def _parts(state: State, width: int, height: int) -> dict[str, Part]:
-    """All parts, the most important first."""
-    latest = _latest(state)
-    parts = {"foot": _foot(state, width, height), "completions": _completions(state.samples, width, height)}
-    return parts | (_progress(state, latest, width, height) if latest else _plan(state, width))
 
 
 def _bar(state: State, width: int) -> Text:
@@ -203,27 +174,21 @@ def _phase(state: State, width: int) -> Text:
     return _spread(words, Text(elapsed, "dim"), width)
 
 
-def _foot(state: State, width: int, height: int) -> Part:
+def _foot(state: State, width: int, height: int) -> list[Text]:
     """The latest notes, and the effect of Ctrl-C."""
     evaluating = state.phase is not None and state.phase.kind == "evaluating"
     hint = [Text(HINT_EVALUATING if evaluating else HINT, "dim")] if height >= ROOMY else []
     if state.stopping:
         hint = [Text(row, "bold yellow") for row in fold(state.stopping, width, 2)]
-
-    def notes(room: int) -> list[Text]:
-        rows: list[str] = []
-        for note in reversed(state.notes):
-            if len(rows) < room:
-                rows = [*both_ends(note, width, room - len(rows)), *rows]
-        return [Text(row, "yellow") for row in rows]
-
-    needed = len(notes(height))
-    return Part(
-        len(hint) + min(needed, height // 8), len(hint) + needed, lambda room: [*notes(room - len(hint)), *hint]
-    )
+    notes: list[str] = []
+    room = height // 6
+    for note in reversed(state.notes):
+        if len(notes) < room:
+            notes = [*both_ends(note, width, room - len(notes)), *notes]
+    return [*(Text(row, "yellow") for row in notes), *hint]
 
 
-def _plan(state: State, width: int) -> dict[str, Part]:
+def _plan(state: State, width: int) -> dict[str, list[Text]]:
     """The parts before the first step: the work in progress, held-out figures, the time, and the plan of the run."""
     why = FIRST.get(state.phase.kind if state.phase else "", NO_FIGURES)
     plan = []
@@ -232,28 +197,27 @@ def _plan(state: State, width: int) -> dict[str, Part]:
         for i, row in enumerate(fold(text.strip(), width - 10, 3)):
             plan.append(Text().append(f"{'' if i else label:<10}", "dim").append(row))
     return {
-        "why": Part.of([Text(row, "bold") for row in fold(why, width, 2)]),
-        "plan": Part.of(plan, 1),
-        "evaluations": Part.of(_evaluations(state, width)),
-        "time": Part.of(_time(state, width)),
+        "why": [Text(row, "bold") for row in fold(why, width, 2)],
+        "plan": plan,
+        "evaluations": _evaluations(state, width),
+        "time": _time(state, width),
     }
 
 
-def _progress(state: State, latest: Mapping[str, str], width: int, height: int) -> dict[str, Part]:
-    """The parts after the first step."""
-    drawn = [name for name in CURVES if name in latest and name in state.series]
+def _progress(state: State, latest: Mapping[str, str], width: int, height: int) -> dict[str, list[Text]]:
+    """The parts after the first step, the most important first."""
+    drawn = [name for name in CURVES if name in latest and len(state.series.get(name, [])) >= FEW]
     drawn = drawn[: min(3, max(1, width // 38))] if height >= ROOMY else []
-    steps = max((len(state.series[name]) for name in drawn), default=0)
-    lines = {
-        "curves": _curves(state, latest, drawn, width, max(4, height // 6) if steps >= FEW else steps),
+    parts = {
+        "curves": _curves(state, latest, drawn, width, max(4, height // 6)),
         "evaluations": _evaluations(state, width),
         "time": _time(state, width),
         "figures": _figures({name: value for name, value in latest.items() if name not in drawn}, width),
     }
     if height >= TALL:
-        entries = legend(" ".join(line.plain for name in ("curves", "figures", "time") for line in lines[name]))
-        lines["legend"] = [Text(row.rstrip(), "dim") for row in wrapped(entries, width)]
-    return {name: Part.of(part, 1 if name == "figures" else None) for name, part in lines.items()}
+        entries = legend(" ".join(line.plain for name in ("curves", "figures", "time") for line in parts[name]))
+        parts["legend"] = [Text(row.rstrip(), "dim") for row in wrapped(entries, width)]
+    return parts
 
 
 def _latest(state: State) -> dict[str, str]:
@@ -272,61 +236,38 @@ def _curves(state: State, latest: Mapping[str, str], names: Sequence[str], width
 
 
 def _curve(name: str, series: Sequence[float], last: int, latest: str, width: int, rows: int) -> list[Text]:
-    """A title with the latest value, and below it the curve up to step `last` with its range, each `width` cells.
-
-    Of a few steps it is the values of the last ones.
-    """
+    """A title with the latest value, and below it the curve up to step `last` with its range, each `width` cells."""
     figure = FIGURES[name]
-    first = last - len(series) + 1
-    extent = f"steps {first}-{last}" if len(series) >= FEW else f"{counted(len(series), 'step')} so far"
-    lines = [Text().append(f"{'':{SCALE}}  {figure.label} ", "dim").append(latest, "bold").append(f"  {extent}", "dim")]
-    if len(series) >= FEW:
-        values = means(series, min(len(series), width - SCALE - 2))
-        low, high = scale_of(values, from_zero=figure.from_zero)
-        scale = [figure.scale.format(high), *[""] * (rows - 2), figure.scale.format(low)]
-        for label, row in zip(scale, area(values, rows, low, high), strict=True):
-            axis = f"{label[:SCALE]:>{SCALE}} {'┤' if label else '│'}"
-            lines.append(Text().append(axis, "dim").append(row, figure.colour))
-    else:
-        for step, value in [*enumerate(series, first)][-rows:]:
-            shown = figure.form.format(value) if math.isfinite(value) else "-"
-            lines.append(Text().append(f"{'':{SCALE}}  step {step}  ", "dim").append(shown, figure.colour))
-        lines += [Text() for _ in range(rows + 1 - len(lines))]
+    title = Text().append(f"{'':{SCALE}}  {figure.label} ", "dim").append(latest, "bold")
+    lines = [title.append(f"  steps {last - len(series) + 1}-{last}", "dim")]
+    values = means(series, min(len(series), width - SCALE - 2))
+    low, high = scale_of(values, from_zero=figure.from_zero)
+    scale = [figure.scale.format(high), *[""] * (rows - 2), figure.scale.format(low)]
+    for label, row in zip(scale, area(values, rows, low, high), strict=True):
+        axis = f"{label[:SCALE]:>{SCALE}} {'┤' if label else '│'}"
+        lines.append(Text().append(axis, "dim").append(row, figure.colour))
     for line in lines:
         line.truncate(width, overflow="ellipsis", pad=True)
     return lines
 
 
 def _figures(latest: Mapping[str, str], width: int) -> list[Text]:
-    """At most two lines of values."""
+    """At most three lines of values."""
     across = max(1, (width + 2) // CELL)
     cells = [Text().append(f"{FIGURES[n].label:<9} ", "dim").append(f"{v:<10}") for n, v in latest.items()]
-    rows = [Text().join(cells[i : i + across]) for i in range(0, len(cells), across)][:2]
+    rows = [Text().join(cells[i : i + across]) for i in range(0, len(cells), across)][:3]
     for row in rows:
         row.rstrip()
     return rows
 
 
 def _evaluations(state: State, width: int) -> list[Text]:
-    """The main held-out measure at the first and the latest evaluation; in few columns only at the latest."""
-    shown = [held_out for step, metrics in state.evaluations if (held_out := _held_out(step, metrics))]
-    if not shown:
-        return []
-    both = Text().append("held-out  ", "dim").append_text(Text("  →  ").join(shown))
-    return [both if both.cell_len <= width else Text().append("held-out  ", "dim").append_text(shown[-1])]
-
-
-def _held_out(step: int, metrics: Mapping[str, float]) -> Text | None:
-    """An evaluation's main measure: its value, its interval with the number of prompts, and when it was."""
-    main = main_figure(metrics)
-    found = main or interval(metrics, LOSS)
-    if found is None:
-        return None
-    name = "" if found.is_share else "reward " if main else "loss "
-    value, _, ends = f"{found}".strip().partition(" ")
-    extent = "" if found.prompts is None else f" of {found.prompts}"
-    when = " before training" if step == 0 else f" after step {step}"
-    return Text().append(f"{name}{value}", "bold").append(f" {ends}{extent}").append(when, "dim")
+    """The first and the latest evaluation, a line each."""
+    lines = []
+    for step, metrics in state.evaluations:
+        when = f"after step {step}" if step else "before training"
+        lines.append(Text(one_line(evaluation_line(metrics, when), width)))
+    return lines
 
 
 def _time(state: State, width: int) -> list[Text]:
@@ -350,28 +291,23 @@ def _time(state: State, width: int) -> list[Text]:
     return [line]
 
 
-def _completions(samples: Sequence[Shown], width: int, height: int) -> Part:
-    """Completions, as many as are readable in the room that they have; one prompt of several stands above the first."""
+def _completions(samples: Sequence[Shown], width: int, room: int) -> list[Text]:
+    """Completions, as many as are readable in `room` lines; one prompt of several stands above the first."""
     prompts = [sample.prompt for sample in samples]
     samples = [
         replace(each, prompt="") if i and prompts[i] == prompts[i - 1] else each for i, each in enumerate(samples)
     ]
-
-    def lines(room: int) -> list[Text]:
-        needed: list[int] = []
-        for sample in samples:
-            needed.append(len(_completion(sample, width, room)) + (1 if needed else 0))
-            if len(needed) > 1 and sum(min(READABLE, each) for each in needed) > room:
-                del needed[-1]
-                break
-        shown: list[Text] = []
-        for sample, its_room in zip(samples, shares(needed, room), strict=False):
-            gap = [Text()] if shown else []
-            shown += [*gap, *_completion(sample, width, its_room - len(gap))]
-        return shown
-
-    most = len(lines(height))
-    return Part(min(most, max(3, height * 3 // 8)), most, lines)
+    needed: list[int] = []
+    for sample in samples:
+        needed.append(len(_completion(sample, width, room)) + (1 if needed else 0))
+        if len(needed) > 1 and sum(min(READABLE, each) for each in needed) > room:
+            del needed[-1]
+            break
+    shown: list[Text] = []
+    for sample, its_room in zip(samples, shares(needed, room), strict=False):
+        gap = [Text()] if shown else []
+        shown += [*gap, *_completion(sample, width, its_room - len(gap))]
+    return shown
 
 
 def _completion(sample: Shown, width: int, room: int) -> list[Text]:

@@ -172,7 +172,7 @@ class OwnRowsSettings(RowsSettings):
     path: str = MISSING  # .jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id
     reward: list[str] = field(
         default=MISSING, metadata=CODE_UNLESS_NAMES
-    )  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
+    )  # FILE.py:FUNCTION or a name (rlpost config list reward); several: [a.py:f,exact]
     reward_weights: list[float] | None = None  # one for each reward; None: 1 each
     accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
     reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take

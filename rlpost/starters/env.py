@@ -1,7 +1,7 @@
 """my_env: an environment of your own. It works as it is; change it piece by piece.
 
-rlpost env show my_env plugin=./my_env.py         its settings, as you wrote them below
-rlpost env test my_env plugin=./my_env.py         proves that right answers earn full marks, and wrong ones do not
+rlpost config explain env=my_env plugin=./my_env.py    its settings, as you wrote them below
+rlpost env test my_env plugin=./my_env.py              proves that right answers earn full marks, and wrong ones do not
 rlpost train grpo env=my_env plugin=./my_env.py
 """
 
@@ -22,7 +22,8 @@ from rlpost.settings import EnvSettings
 
 
 # 1. The settings. Each field is a key of the command line (env.numbers=5); the comment beside it is what
-#    `rlpost env show` says of it, and the first line below what `rlpost env list` says of all of it.
+#    `rlpost config explain env=my_env` says of it, and the first line below what `rlpost config list env` says of all
+#    of it.
 @dataclass
 class MyEnvSettings(EnvSettings):
     """Which of a few numbers is the largest?"""

@@ -1,6 +1,6 @@
 """my_reward: a reward of your own. It works as it is; change it.
 
-python my_reward.py                               tries it on the replies at the end of this file
+python ./my_reward.py                             tries it on the replies at the end of this file
 rlpost reward test ./my_reward.py:my_reward       attacks it, before a model does
 rlpost train grpo env=dataset env.path=ROWS.jsonl env.reward=./my_reward.py:my_reward
 """

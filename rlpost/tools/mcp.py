@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import re
 import shlex
@@ -17,6 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
 
 STDERR_SHOWN_BYTES = 4000
-_BACK_OFF_SECONDS = 0.1  # before a start after one without an answered call; doubles each time
-_MAX_BACK_OFF_SECONDS = 5.0
+_PAUSE_SECONDS = 1.0  # before a start after one without an answered call
 _CLOSE_SECONDS = 15.0
 _NOT_IN_A_CALL = re.compile(r"[^\w.\-]")  # characters of a name that a call cannot write
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -55,8 +54,8 @@ class MCPToolTransform(ToolTransform):
 
     The processes start with the first `start` or `schemas`, each within `startup_timeout` seconds, and all
     conversations share them. If a call has no answer within `timeout` seconds, or its server dies meanwhile, the
-    model reads a failure. A server that died or hangs is restarted for the next call, after a pause that doubles
-    while calls stay unanswered.
+    model reads a failure. A server that died or hangs is restarted for the next call, after a pause if no call was
+    answered since the last start.
 
     Raises ConfigError for invalid `servers`, MissingExtraError without the SDK; when used, ToolError for a server
     that does not start, or cannot be restarted in `max_restarts` attempts in a row.
@@ -94,7 +93,7 @@ class MCPToolTransform(ToolTransform):
         with self._starting:
             if self._schemas is None:
                 try:
-                    found = self._thread.run(_start_all(self._servers), self.startup_timeout + _CLOSE_SECONDS)
+                    found = self._thread.run(self._start_all(), self.startup_timeout + _CLOSE_SECONDS)
                 except BaseException:
                     _close(self._servers, self._thread)
                     raise
@@ -137,6 +136,9 @@ class MCPToolTransform(ToolTransform):
             self._schemas = None
             _close(self._servers, self._thread)
 
+    async def _start_all(self) -> list[list[Tool]]:
+        return await asyncio.gather(*(server.start() for server in self._servers))
+
     def _learn(self, found: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
         """The schemas of all tools; records which server has which."""
         self._functions, self._short = {}, {}
@@ -145,8 +147,6 @@ class MCPToolTransform(ToolTransform):
             for tool in tools:
                 legal = _NOT_IN_A_CALL.sub("_", tool.name)
                 name = f"{_NOT_IN_A_CALL.sub('_', server.name)}.{legal}"
-                if name in self._functions:
-                    continue  # the server lists a tool twice
                 self._functions[name] = (server, tool.name)
                 self._short.setdefault(legal, name)
                 schema = {"description": tool.description or "", "parameters": tool.input_schema}
@@ -194,11 +194,9 @@ def _server_command(name: str, content: Mapping[str, Any]) -> StdioServerParamet
 
 def _pattern(pattern: str | None, tool_name: str) -> re.Pattern[str] | None:
     """The pattern of further calls, beside the forms that every tool understands; None if there is none."""
-    if pattern is None:
-        return (
-            None if tool_name == "tool" else re.compile(rf"<{tool_name}>\s*([\w.\-]+)\s*(.*?)</{tool_name}>", re.DOTALL)
-        )
-    return re.compile(pattern, re.DOTALL)
+    if pattern is None and tool_name != "tool":
+        pattern = rf"<{tool_name}>\s*([\w.\-]+)\s*(.*?)</{tool_name}>"
+    return re.compile(pattern, re.DOTALL) if pattern is not None else None
 
 
 def _call(match: re.Match[str]) -> ToolCall:
@@ -206,11 +204,6 @@ def _call(match: re.Match[str]) -> ToolCall:
     name, body = match.group(1) or "", match.group(2) or ""
     arguments, fault = json_object(body) if body.strip() else ({}, None)
     return ToolCall(name, arguments, match.start(), fault, match.end())
-
-
-async def _start_all(servers: Sequence[Server]) -> list[Any]:
-    """Start all servers and return the tools of each."""
-    return await asyncio.gather(*(server.start() for server in servers))
 
 
 def _close(servers: Sequence[Server], thread: LoopThread) -> None:
@@ -239,9 +232,10 @@ class Server:
     startup_timeout: float
     max_restarts: int
     restarts: int = 0
-    _unanswered_starts: int = 0  # starts since the last answered call
+    _has_answered: bool = True  # a call since the latest restart
     _given_up: str | None = None  # why it is not restarted any more
     _connection: _Connection | None = None
+    _tools: list[Tool] = field(default_factory=list)
     _connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -254,8 +248,7 @@ class Server:
             self._given_up = None
             if self._connection is None:
                 await self._open()
-            assert self._connection is not None
-            return self._connection.tools
+            return self._tools
 
     async def close(self) -> None:
         """End the server; returns when its process is gone."""
@@ -267,14 +260,13 @@ class Server:
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Call `tool` and return its answer. Raises ToolError if a server that died cannot be replaced."""
-        import anyio
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
         connection = await self._connected()
         assert connection.client is not None
         try:
-            with anyio.fail_after(self.timeout):  # the SDK's own limit is per round, and a call may have several
+            async with asyncio.timeout(self.timeout):  # the SDK's own limit is per round, and a call may have several
                 result = await connection.client.call_tool(tool, dict(arguments))
         except TimeoutError:
             connection.late = True
@@ -289,7 +281,7 @@ class Server:
         return self._answered(ToolResult(_text_of(result), ok=not result.is_error))
 
     def _answered(self, result: ToolResult) -> ToolResult:
-        self._unanswered_starts = 0
+        self._has_answered = True
         return result
 
     async def _connected(self) -> _Connection:
@@ -302,7 +294,10 @@ class Server:
                     break
                 if self._connection is not None:
                     await self._connection.end()
-                await self._back_off()
+                if not self._has_answered:
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                self._has_answered = False
+                self.restarts += 1
                 try:
                     await self._open()
                 except ToolError as error:
@@ -312,83 +307,71 @@ class Server:
             assert self._connection is not None
             return self._connection
 
-    async def _back_off(self) -> None:
-        """Wait before a start, longer after each start without an answered call."""
-        if self._unanswered_starts:
-            await asyncio.sleep(min(_BACK_OFF_SECONDS * 2.0 ** (self._unanswered_starts - 1), _MAX_BACK_OFF_SECONDS))
-        self._unanswered_starts = min(self._unanswered_starts + 1, 10)
-        self.restarts += 1
-
     async def _open(self) -> None:
         """Open a new connection. Raises ToolError if the server does not become ready."""
-        connection = _Connection(self.command)
-        connection.task = asyncio.create_task(connection.live(self.startup_timeout))
-        await connection.settled.wait()
-        if connection.client is None:
+        connection = _Connection(self.command, self.startup_timeout)
+        try:
+            self._tools = await connection.ready
+        except ToolError as error:
             await connection.end()
             line = printable(shlex.join([self.command.command, *self.command.args]))  # not env, which may hold secrets
-            raise ToolError(f"the MCP server {self.name} ({line}) {connection.fault}; run that command to see why")
+            reason = f"the MCP server {self.name} ({line}) {error}; run that command to see why"
+            raise ToolError(reason) from error
         self._connection = connection
 
 
 class _Connection:
-    """One process of a server and the SDK's client on it."""
+    """One process of a server and the SDK's client on it, which a task opens and closes."""
 
-    def __init__(self, command: StdioServerParameters) -> None:
-        self.command = command
-        self.settled = asyncio.Event()  # it is ready, or never will be
+    def __init__(self, command: StdioServerParameters, startup_seconds: float) -> None:
+        self.ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
         self.over = asyncio.Event()
         self.late = False  # a call had no answer in time
         self.client: Client | None = None
-        self.tools: list[Tool] = []
-        self.fault = ""
-        self.task: asyncio.Task[None] | None = None
+        self._task = asyncio.create_task(self._live(command, startup_seconds))
 
-    async def live(self, startup_seconds: float) -> None:
+    async def _live(self, command: StdioServerParameters, startup_seconds: float) -> None:
         """Start the server, greet it, and keep the connection until it is over."""
-        import anyio
         from mcp import Client
         from mcp.client.stdio import stdio_client
         from mcp.types import Implementation
 
+        ourselves = Implementation(name="rlpost", version=__version__)
+        fault = "was closed"
         with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+            client = Client(stdio_client(command, errlog=stderr), client_info=ourselves, cache=None)
             try:
-                with anyio.CancelScope(deadline=anyio.current_time() + startup_seconds) as starting:
-                    ourselves = Implementation(name="rlpost", version=__version__)
-                    transport = stdio_client(self.command, errlog=stderr)
-                    async with Client(transport, client_info=ourselves, cache=None) as client:
-                        self.tools = await _all_tools(client)
-                        starting.deadline = math.inf
-                        self.client = client
-                        self.settled.set()
-                        await self.over.wait()
-                if starting.cancelled_caught:
-                    self.fault = f"was not ready within {startup_seconds:g} s"
+                async with asyncio.timeout(startup_seconds) as starting, client:
+                    tools = await _all_tools(client)
+                    starting.reschedule(None)
+                    self.client = client
+                    self.ready.set_result(tools)
+                    await self.over.wait()
+            except TimeoutError:
+                fault = f"was not ready within {startup_seconds:g} s"
             except Exception as error:  # noqa: BLE001  any error means that this server cannot be used
-                self.fault = f"cannot be used: {_innermost(error)}"
+                fault = f"cannot be used: {_innermost(error)}"
             finally:
-                stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - STDERR_SHOWN_BYTES))
-                lines = [line.strip() for line in stderr.read().splitlines() if line.strip()]
-                self.fault += "; its stderr ends: " + printable(" | ".join(lines[-5:])) if lines else ""
                 self.over.set()
-                self.settled.set()
+                if not self.ready.done():
+                    stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - STDERR_SHOWN_BYTES))
+                    lines = [line.strip() for line in stderr.read().splitlines() if line.strip()]
+                    printed = "; its stderr ends: " + printable(" | ".join(lines[-5:])) if lines else ""
+                    self.ready.set_exception(ToolError(fault + printed))
 
     async def answers(self, seconds: float) -> bool:
         """Whether the server can be called; one that was late is asked for its tools."""
-        import anyio
-
         if self.late and not self.over.is_set():
             assert self.client is not None
-            with anyio.move_on_after(seconds):
-                await self.client.list_tools()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.client.list_tools(), seconds)
                 self.late = False
         return not (self.late or self.over.is_set())
 
     async def end(self) -> None:
         """End the process; returns when it is gone, after a few seconds at most."""
         self.over.set()
-        if self.task is not None:
-            await asyncio.wait([self.task])
+        await asyncio.wait([self._task])
 
 
 async def _all_tools(client: Client) -> list[Tool]:
@@ -411,20 +394,11 @@ def _text_of(result: CallToolResult) -> str:
 def _text_of_part(part: Any) -> str:
     if part.type == "text":
         return part.text
-    if part.type == "resource_link":
-        return f"[resource {part.uri}: {part.name}]"
-    if part.type == "resource":
-        resource = part.resource
-        content = getattr(resource, "text", None)
-        if content is not None:
-            return f"[resource {resource.uri}]\n{content}"
-        return f"[resource {resource.uri}: {resource.mime_type or 'binary'}, {_num_bytes(resource.blob)} bytes]"
-    return f"[{part.type}: {part.mime_type}, {_num_bytes(part.data)} bytes]"
-
-
-def _num_bytes(base64: str) -> int:
-    """How many bytes a base64 text encodes."""
-    return len(base64) * 3 // 4 - base64[-2:].count("=")
+    held = getattr(part, "resource", part)
+    about = [getattr(held, name, None) for name in ("uri", "name", "mime_type")]
+    described = f"[{part.type}: {', '.join(str(each) for each in about if each)}]"
+    text = getattr(held, "text", None)
+    return described if text is None else f"{described}\n{text}"
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -507,8 +507,14 @@ def build_tracking(settings: TrackingSettings, request: RunRequest) -> Tracking 
     tracker = chosen_tracker(settings)
     if tracker is None:
         return None
+
+    count = settings.completions
+
+    def completions_of(step: int) -> list[dict[str, Any]]:
+        return spread_of(request.folder, step, count) if count else []
+
     config = yaml.safe_load(request.config_yaml)
-    return Tracking(tracker, request.folder, config, settings.timeout_seconds, settings.completions, spread_of)
+    return Tracking(tracker, request.folder, config, settings.timeout_seconds, completions_of)
 
 
 def _plain(row: Row) -> dict[str, Any]:

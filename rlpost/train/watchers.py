@@ -514,13 +514,11 @@ class OnTracker(Watcher):
 
     def on_end(self, outcome: Outcome) -> None:
         """Let the tracker finish; warn if it lacks a part of the run."""
-        from rlpost.tracking.trackers import Status
-
         if (tracking := self.tracking) is None or not tracking.started:
             return
 
-        status = Status.failed if outcome.error else Status.stopped if outcome.was_stopped else Status.finished
+        status = "failed" if outcome.error else "stopped" if outcome.was_stopped else "finished"
         if reason := tracking.close(status, self.run.screen.note):
-            step = tracking.last_step()
-            extent = "has nothing of this run" if step is None else f"has this run up to step {step} only"
+            step = tracking.last_step
+            extent = "has nothing of this run" if step < 0 else f"has this run up to step {step} only"
             self.run.warn(f"{tracking.name} {extent}: {reason}; log.txt says more")

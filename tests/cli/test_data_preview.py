@@ -99,8 +99,12 @@ def test_each_of_several_malformed_rows_is_told(told: Told, says: Says) -> None:
         assert each["reason"] in " ".join(said.split())
 
 
-def test_in_colours_what_is_trained_is_green_and_the_rest_dim(tiny_tokenizer: Any) -> None:
+def test_in_colours_what_is_trained_is_green_and_the_rest_dim(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlpost.cli.terminal.takes_colour", lambda stream: True)
+    monkeypatch.setattr("rlpost.cli.data.takes_colour", lambda stream: True)
     shown = Demonstration("row 1", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
-    lines = preview_lines([shown], shown, Encoder(tiny_tokenizer), 0.1, coloured=True)
+    lines = preview_lines([shown], shown, Encoder(tiny_tokenizer), 0.1)
     assert "\x1b[32mHo\x1b[0m\x1b[32m\x1b[1m<|im_end|>\x1b[0m" in lines
     assert "\x1b[2mHi\x1b[0m\x1b[2m<|im_end|>\x1b[0m" in lines

@@ -152,7 +152,7 @@ def test_lists_name_options_recipes_and_environments(rlpost: CommandLine) -> Non
     assert recipes.startswith("recipe=\n")
     assert recipes in everything
     assert re.search(r"^  arithmetic-smollm2-cpu  +\w", recipes, re.MULTILINE)
-    assert [line.split()[0] for line in rlpost.lines("env list")] == list(options("env"))
+    assert [line.split()[0] for line in rlpost.lines("config list env")[1:]] == list(options("env"))
 
 
 @pytest.mark.parametrize(("line", "verbs"), [("--help", []), ("runs list", ["runs"])])

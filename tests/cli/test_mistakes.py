@@ -89,7 +89,7 @@ VISIBLE = {
         eval optim.lr=1
         chat
         chat smollm2 --learning-rate 1
-        chat x --top-p 3
+        chat x --temperature -1
         runs rollouts x --limit 0
         runs rollouts x --sort rewrd
         runs ls
@@ -99,7 +99,6 @@ VISIBLE = {
         config list modle
         config show evl
         env tst x
-        env show gsm9k
         env test gsm8k steps=3
         reward new mine.py
         info please

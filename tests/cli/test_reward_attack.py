@@ -43,7 +43,7 @@ def untimed(shown: str) -> str:
 
 def test_a_sound_reward_ends_with_0(rlpost: CommandLine, says: Says) -> None:
     shown = rlpost("reward test ./mine.py:by_level env.path=rows.jsonl")
-    assert re.search(r"(?m)^  ok     gold +earns 1\.6 .* 0$", shown)  # on average: 2, 1, 2, 1, 2
+    assert re.search(r"(?m)^  ok  gold +earns 1\.6 .* 0$", shown)  # on average: 2, 1, 2, 1, 2
     says("reward", untimed(shown))
 
 
@@ -59,7 +59,7 @@ def test_faults_end_with_3_and_show_the_reply_inert(capfd: pytest.CaptureFixture
 
 
 def test_a_built_in_reward_on_an_environments_rows_as_json(rlpost: CommandLine) -> None:
-    told = rlpost.json("reward test exact --env arithmetic --rows 3")
+    told = rlpost.json("reward test exact env=arithmetic --rows 3")
     assert (told["reward"], told["rows"].split()[:3]) == ("exact", ["3", "rows", "of"])
     assert (told["ok"] + told["weak"], told["fault"]) == (14, 0)
     assert {check["name"] for check in told["checks"] if check["verdict"] == "weak"} <= {"very long"}  # a slow machine
@@ -74,8 +74,7 @@ MISTAKES = {
         reward test ./mine.py
         reward test numbr
         reward test ./mine.py:of_trl
-        reward test exact --env arithmetik
-        reward test exact model=tiny
+        reward test exact env=arithmetik
     """,
     3: """
         reward test ./mine.py:by_level

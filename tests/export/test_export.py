@@ -12,9 +12,10 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlpost.config.paths import verify_model
+from rlpost.data.chat import stop_ids
 from rlpost.export.export import Readings, compared, export
 from rlpost.model.load import load_model
 from rlpost.model.lora import add_adapter, whole_adapter
@@ -63,7 +64,8 @@ def test_float32_folder_holds_the_weights_for_everyone(run: Path, rlpost: Comman
     assert {mode(file) for file in folder.iterdir()} == {0o640}
     assert mode(folder) == 0o750
     assert AutoTokenizer.from_pretrained(folder).chat_template == byte_level().chat_template
-    assert (folder / "generation_config.json").is_file()
+    ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    assert {*stop_ids(byte_level())} <= {*(ends if isinstance(ends, list) else [ends])}
 
 
 def test_bfloat16_is_the_default_of_a_folder(run: Path, rlpost: CommandLine) -> None:
@@ -77,7 +79,7 @@ def test_export_that_does_not_agree_leaves_nothing(run: Path, rlpost: CommandLin
     rlpost("export my-run --dtype float16", 3)
     assert "exports/my-run-hf-float16" in rlpost.err
     assert "96 tokens nan" in rlpost.err
-    assert not Path("exports").exists()
+    assert list(Path("exports").iterdir()) == []
 
 
 def test_default_takes_more_digits_where_bfloat16_is_too_coarse(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -164,10 +166,6 @@ def test_q8_0_keeps_weights_that_are_whole_eighths_of_a_byte(run: Path, rlpost: 
         ("olmo", {}),
         ("mistral", {"sliding_window": 6}),
         ("gemma2", {"head_dim": 32}),
-        ("gemma2", {"head_dim": 256, "final_logit_softcapping": 5.0}),
-        ("gemma3_text", {"head_dim": 256, "layer_types": ["sliding_attention", "full_attention"]}),
-        ("gemma3_text", {"head_dim": 64, "query_pre_attn_scalar": 64}),
-        ("qwen3", {"head_dim": 64}),
     ],
 )
 def test_gguf_of_other_models_is_refused(

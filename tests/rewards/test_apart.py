@@ -38,7 +38,7 @@ FAULTS = {
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mine]:
     """Makes the rewards `names` of a file with this source."""
-    monkeypatch.setattr("rlpost.rewards.workers.STACK_SECONDS", 20.0)
+    monkeypatch.setattr("rlpost.rewards.workers.STACK_SECONDS", 3.0)
     file, made = tmp_path / "mine.py", list[Rewards]()
 
     def make(source: str, *names: str, seconds: float = SECONDS) -> Rewards:

@@ -63,7 +63,7 @@ def test_a_function_is_given_what_it_names_and_nothing_else() -> None:
 def test_a_function_with_kwargs_is_given_everything() -> None:
     seen: dict[str, Any] = {}
 
-    def score(prompts: Any, /, **everything: Any) -> list[float]:
+    def score(prompts: Any, **everything: Any) -> list[float]:
         seen.update(everything)
         return [0.0]
 
@@ -180,7 +180,6 @@ def test_a_list_of_the_wrong_length_is_an_error_of_the_call(returned: list[float
         (1.0, 3.4e38, 1e40, "1e+40"),  # float32 ends at 3.4028e38
         (1.0, 3.4e38, -3.5e38, "-3.5e+38"),
         (1e9, 3.4e29, 1e30, "1e+39"),  # the sum
-        (1.0, 1.0, 10**400, "inf"),
         (0.0, 1.0, float("inf"), "inf"),
         (0.0, 1.0, float("nan"), "nan"),
     ],

@@ -139,7 +139,7 @@ def test_from_six_steps_on_there_are_curves_with_their_range(state: State, says:
 def test_a_tall_picture_explains_its_words(state: State, says: Says) -> None:
     says("train", "\n".join(frame(state, 120, 40)))  # without the word lag, which is not shown
     state.samples = [replace(SAMPLE, completion="x" * 9999, rank=rank) for rank in ("", "best", "worst", "", "")]
-    for height, ranks in [(24, 1), (50, 2), (70, 5)]:
+    for height, ranks in [(24, 1), (50, 3), (70, 5)]:
         assert sum(line.startswith(" step 3") for line in frame(state, 120, height)) == ranks
 
 
@@ -192,23 +192,14 @@ def test_a_note_that_fills_the_picture_keeps_its_end(state: State) -> None:
     assert lines[-2].endswith(ALARMS[0][-20:])
 
 
-@pytest.mark.parametrize(
-    ("key", "rows", "first", "later"),
-    [
-        ("eval/reward", "eval/prompts", "reward 0.250 [0.125, 0.500] of 50", "reward 0.500 [0.250, 1.000] of 50"),
-        ("eval/accuracy_lenient", "eval/prompts", "25.0% [12.5%, 50.0%] of 50", "50.0% [25.0%, 100.0%] of 50"),
-        ("eval/loss", "eval/rows", "loss 0.250 [0.125, 0.500] of 50", "loss 0.500 [0.250, 1.000] of 50"),
-    ],
-)
-def test_both_evaluations_stand_side_by_side_if_there_is_room(
-    state: State, key: str, rows: str, first: str, later: str
-) -> None:
-    figures = {key: 0.25, f"{key}_low": 0.125, f"{key}_high": 0.5}
-    state.begin(0, 8, [(0, {**figures, rows: 50.0})])
-    state.end_step(4, {**FIGURES, **{name: 2 * value for name, value in figures.items()}, rows: 50.0})
-    both = f" held-out  {first} before training  →  {later} after step 4"
-    assert both in frame(state, len(both) + 1, 24)
-    assert f" held-out  {later} after step 4" in frame(state, len(both), 24)
+def test_the_first_and_the_latest_evaluation_are_shown(state: State) -> None:
+    state.end_step(4, {**FIGURES, **EVALUATION, "eval/accuracy_lenient": 0.04})
+    lines = [line for line in frame(state, 80, 24) if line.startswith(" held-out ")]
+    assert [line.rpartition(":")[0] for line in lines] == [
+        " held-out before training, 50 prompts",
+        " held-out after step 4, 50 prompts",
+    ]
+    assert ["3.1%" in lines[0], "4.0%" in lines[1]] == [True, True]
 
 
 def test_a_reward_that_failed_is_no_number(state: State) -> None:

@@ -114,7 +114,7 @@ def test_a_terminal_has_a_picture_and_keeps_what_matters_of_it(tmp_path: Path) -
     assert running.terminal.alternate
     assert not running.terminal.cursor_shown
     step(running)
-    for text in ("1/3 steps", "reward 0.54", "│ a reply"):
+    for text in ("1/3 steps", "reward    0.54", "│ a reply"):
         running.until_shown(text)
     step(running)
     running.until_shown("careful: a reply")

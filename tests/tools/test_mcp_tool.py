@@ -93,13 +93,13 @@ def test_a_servers_descriptions_hold_no_token_of_control() -> None:
         ("everything.echo", {"message": "hi"}, "Echo: hi"),
         ("echo", {"text": "the first server that has it"}, "the first server that has it"),
         ("get-sum", {"a": 1, "b": 2.5}, "The sum of 1 and 2.5 is 3.5."),
-        ("getTinyImage", {}, "This is a tiny image:\n[image: image/png, 70 bytes]\nThe image above."),
-        ("getSound", {}, "[audio: audio/wav, 3 bytes]"),
+        ("getTinyImage", {}, "This is a tiny image:\n[image: image/png]\nThe image above."),
+        ("getSound", {}, "[audio: audio/wav]"),
         (
             "getResourceReference",
             {},
-            "[resource test://text/1]\nfirst\n[resource test://blob/2: application/zip, 4 bytes]\n"
-            "[resource test://link/3: third]",
+            "[resource: test://text/1, text/plain]\nfirst\n[resource: test://blob/2, application/zip]\n"
+            "[resource_link: test://link/3, third]",
         ),
         ("only_structured", {}, '{"degrees": 21, "unit": "°C"}'),
     ],

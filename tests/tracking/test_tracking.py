@@ -15,7 +15,7 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.settings.commands import RunRequest
-from rlpost.tracking.trackers import SILENT_SECONDS, Status, TrackedRun, Tracking
+from rlpost.tracking.trackers import SILENT_SECONDS, Status, Tracker, Tracking
 from rlpost.train import run, watchers
 from tests.processes import wait_until
 from tests.says import Says
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.thorough
 CONFIG = {"steps": 4, "optim": {"lr": 1e-5}}
 
 
-class RecordingTracker:
+class RecordingTracker(Tracker):
     """Appends every call to `file` as a JSON list.
 
     In the call `where` (`log` means that of step 2) it does `what` instead: raise, hang or exit.
@@ -37,15 +37,15 @@ class RecordingTracker:
     def __init__(self, file: Path, where: str = "", what: str = "") -> None:
         self.file, self.where, self.what = file, where, what
 
-    def start(self, run: TrackedRun) -> str:
-        self.write("start", run.name, str(run.folder), run.config, run.known_as, run.first_step)
-        return run.known_as or "own-id"
+    def start(self, folder: Path, config: dict[str, Any], known_as: str | None, first_step: int) -> str:
+        self.write("start", str(folder), config, known_as, first_step)
+        return known_as or "own-id"
 
-    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Sequence[Any]]) -> None:
         self.write("log", step, dict(metrics))
 
     def finish(self, status: Status) -> None:
-        self.write("finish", status.value)
+        self.write("finish", status)
 
     def write(self, *call: Any) -> None:
         if call[0] == self.where and (call[0] != "log" or call[1] == 2):
@@ -92,7 +92,7 @@ def logged_by_a_whole_attempt(folder: Path, *steps: int, kept: int, value: float
     write_steps(folder, steps[0], value=value)
     following = started(folder, kept=kept)
     write_steps(folder, *steps[1:], value=value)
-    assert following.close(Status.finished, any_note) is None
+    assert following.close("finished", any_note) is None
     return [(call[1], call[2]["reward/mean"]) for call in calls(folder) if call[0] == "log"]
 
 
@@ -107,15 +107,15 @@ def test_a_tracker_logs_lines_written_before_and_after_its_start(tmp_path: Path)
         wait_until(lambda: len(calls(folder)) == 2)
         stream.write('/strict": null, "tokens/generated": 64.0}\n')
     write_steps(folder, 2, value=0.1 + 0.2)
-    assert following.close(Status.finished, any_note) is None
+    assert following.close("finished", any_note) is None
     assert calls(folder) == [
-        ["start", "my-run", str(folder), CONFIG, None, 0],
+        ["start", str(folder), {**CONFIG, "run_folder": str(folder)}, None, 0],
         ["log", 0, {"eval/reward": 0.25}],
         ["log", 1, {"reward/mean": 0.5, "tokens/generated": 64.0}],
         ["log", 2, {"reward/mean": 0.30000000000000004}],
         ["finish", "finished"],
     ]
-    assert following.last_step() == 2
+    assert following.last_step == 2
 
 
 @pytest.mark.parametrize("where", ["start", "log"])
@@ -128,8 +128,8 @@ def test_a_failure_is_known_while_the_run_goes_on(tmp_path: Path, says: Says, wh
     wait_until(following.failure)
     given = following.failure()
     says("train", given)
-    assert following.close(Status.finished, any_note) == given
-    assert following.last_step() == (None if where == "start" else 1)
+    assert following.close("finished", any_note) == given
+    assert following.last_step == (-1 if where == "start" else 1)
     assert ["finish", "finished"] not in calls(tmp_path)
 
 
@@ -138,7 +138,7 @@ def test_a_failure_at_the_end_is_told_at_the_end(tmp_path: Path, says: Says, wha
     write_steps(tmp_path, 1)
     following = started(tmp_path, "finish", what, timeout=1.0)
     began = time.monotonic()
-    says("train", following.close(Status.finished, any_note))
+    says("train", following.close("finished", any_note))
     assert time.monotonic() - began < 30
 
 
@@ -158,7 +158,7 @@ def test_a_long_wait_is_announced_and_ctrl_c_ends_it(tmp_path: Path, says: Says)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        reason = following.close(Status.finished, note)
+        reason = following.close("finished", note)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -178,8 +178,8 @@ def test_a_resumed_run_keeps_its_id_and_logs_undone_steps_again(tmp_path: Path) 
 def test_a_tracker_that_was_lost_gets_what_it_missed_on_resuming(tmp_path: Path) -> None:
     write_steps(tmp_path, *range(5))
     following = started(tmp_path, "log", "raise")
-    following.close(Status.stopped, any_note)
-    assert following.last_step() == 1
+    following.close("stopped", any_note)
+    assert following.last_step == 1
     (tmp_path / "calls").unlink()
     assert [step for step, _ in logged_by_a_whole_attempt(tmp_path, 5, kept=4)] == [2, 3, 4, 5]
 
@@ -244,8 +244,8 @@ def test_tracking_on_the_command_line_reaches_tensorboard(tmp_path: Path) -> Non
         for name, number in line.items():
             [value] = [event.value for event in events.Scalars(name) if event.step == step]
             assert value == pytest.approx(number, rel=1e-6)
-    assert b"steps | 3" in events.Tensors("config")[0].tensor_proto.string_val[0]
-    tables = {event.step: event.tensor_proto.string_val[0] for event in events.Tensors("completions")}
+    assert b"steps | 3" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    tables = {event.step: event.tensor_proto.string_val[0] for event in events.Tensors("completions/text_summary")}
     assert [(step, table.count(b"What is")) for step, table in tables.items()] == [(1, 2), (2, 2), (3, 2)]
 
 

@@ -44,7 +44,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def test_failed_rewards_are_left_out_of_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of rewards 1, hang, 3, 5 and 2, 4, leave, 6: means 3 and 4 of the three that count."""
-    monkeypatch.setattr("rlpost.rewards.workers.STACK_SECONDS", 20.0)
+    monkeypatch.setattr("rlpost.rewards.workers.STACK_SECONDS", 3.0)
     replies = ["a", "hang", "aaa", "aaaaa", "aa", "aaaa", "leave", "aaaaaa"]
     assert run(tmp_path, f"policy.replies=[{','.join(replies)}]", "advantage.estimator=dr_grpo") == 0
     told = rows(tmp_path)
