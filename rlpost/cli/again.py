@@ -181,7 +181,7 @@ def _settings_of(record: RunRecord, words: Sequence[str]) -> tuple[Any, Any, lis
         verbs = ", ".join(f"rlpost {each.verb}" for each in READ)
         raise ConfigError(f"{record.folder} is a run of rlpost {record.verb or '?'}: replayed are those of {verbs}")
     given = parse_words(words)
-    choices = {"env": record.choice("env")} | choices_in(given)
+    choices = {"env": record.choice("env") or "none"} | choices_in(given)
     common = [str(each) for each in given if each.key in WHERE or is_code(each, choices)]
     changed = [str(each) for each in given if str(each) not in common]
     kept = recorded_settings(record.folder, [*words, NO_REWARD], "rlpost runs replay")

@@ -85,10 +85,10 @@ def show(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run's settings, versions, progress, curves, evaluations, checkpoints and size, and what is wrong with it:
+    """Show a run's settings, versions, progress, curves, evaluations, problems, checkpoints and size.
 
-    each symptom in its figures and texts with its steps, the evidence and one fix. Of a sweep: the mean of each
-    combination of settings over its seeds, and whether one is better.
+    A problem has its steps, the evidence in figures or texts, and one fix. Of a sweep: the mean of each combination of
+    settings over its seeds, and whether one is better.
     """
     if follow or lines is not None:
         print_steps(find_run(run), LAST_STEPS if lines is None else lines, follow=follow, as_json=as_json)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlpost.output import Pace, WaitingLine, descriptors_onto
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
 RED, GREEN, YELLOW = "\x1b[31m", "\x1b[32m", "\x1b[33m"
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
-_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def print_error(message: str) -> None:
@@ -123,18 +120,3 @@ def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end:
     shown = [row.rstrip() for row in rows]
     remark = [f"… {sum(map(len, cut)):,} more characters"] if cut else []
     return remark + shown if keep_end else shown + remark
-
-
-def curve(values: Sequence[float], width: int) -> str:
-    """The course of `values` as at most `width` blocks, from the least value to the greatest."""
-    points = [sum(part) / len(part) for part in _parts([v for v in values if math.isfinite(v)], width)]
-    low, high = min(points, default=0.0), max(points, default=0.0)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((point - low) * scale)] for point in points)
-
-
-def _parts(values: Sequence[float], count: int) -> list[Sequence[float]]:
-    """`values` in at most `count` neighbouring parts, none of them empty."""
-    count = min(count, len(values))
-    edges = [i * len(values) // count for i in range(count + 1)] if count else []
-    return [values[a:b] for a, b in pairwise(edges)]

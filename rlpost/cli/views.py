@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, output_width, painted, paragraph, takes_colour
+from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, output_width, painted, paragraph, takes_colour
 from rlpost.files import bytes_of
 from rlpost.record import (
     ENDED_EARLY,
@@ -43,7 +43,7 @@ ENDS = {
     RunState.unknown: "how it ended is unknown: log.txt does not say",
 }
 LABEL = 12  # columns of the labels of a run's page
-CURVE = 40  # blocks of a curve at most
+CURVE, BLOCKS = 40, "▁▂▃▄▅▆▇█"  # blocks of a curve at most, and their heights
 COURSES = (  # label -> the metric, its scale, unit and digits
     ("reward", "reward/mean", 1.0, "", 2),
     ("accuracy", "accuracy/lenient", 100.0, "%", 0),
@@ -216,9 +216,19 @@ def _results(record: RunRecord) -> list[tuple[str, str]]:
     for name, key, scale, unit, digits in COURSES:
         if values := [scale * value for value in record.series(key) if math.isfinite(value)]:
             ends = f"{values[0]:.{digits}f}{unit} -> {values[-1]:.{digits}f}{unit}"
-            results.append((name, f"{ends:<16} {curve(values, CURVE)}"))
+            results.append((name, f"{ends:<16} {curve(values)}"))
     words = legend(" ".join([*(name for name, _ in results), *shares]))
     return [*results, *_held_out(record), *([("words", words)] if words else [])]
+
+
+def curve(values: Sequence[float]) -> str:
+    """The course of finite `values` as at most `CURVE` blocks, from the least value to the greatest."""
+    from rlpost.screen.picture import means
+
+    points = means(values, min(CURVE, len(values)))
+    low, high = min(points), max(points)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((point - low) * scale)] for point in points)
 
 
 def _held_out(record: RunRecord) -> list[tuple[str, str]]:
