@@ -77,14 +77,12 @@ def doctor(
         findings = Findings(tell)
         with output_aside():
             examine(VERBS[verb], composed.settings, folder, findings, status.now)
-    counts = Counter(finding.level.value for finding in findings.all)
+    counts = Counter(finding.level for finding in findings.all)
     if as_json:
         print_json(
             {
                 "training": verb,
-                "findings": [
-                    {"level": f.level.value, "about": f.about, "text": f.text, "fix": f.fix} for f in findings.all
-                ],
+                "findings": [{"level": f.level, "about": f.about, "text": f.text, "fix": f.fix} for f in findings.all],
                 **{level: counts[level] for level in STYLES},
             }
         )
@@ -95,6 +93,6 @@ def doctor(
 
 
 def _line(finding: Finding) -> str:
-    level = painted(finding.level.value.ljust(7), STYLES[finding.level.value], sys.stdout)
+    level = painted(finding.level.ljust(7), STYLES[finding.level], sys.stdout)
     fix = f"; {finding.fix}" if finding.fix else ""
     return f"{level}  {printable(f'{finding.about}: {finding.text}{fix}')}"

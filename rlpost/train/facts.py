@@ -411,11 +411,11 @@ def needs_facts(needs: Needs) -> list[Fact]:
     facts = [Fact("memory", needs.memory_text(on_gpu=True))] if needs.work.on_gpu else []
     facts += [Fact("memory", needs.memory_text(on_gpu=False)), Fact("disk", needs.disk_text)]
     if (pushes := needs.pushed_by_disk) is not None:
-        facts.append(Fact("push", f"{pushes}: {MORE_SHARED}"))
+        facts.append(Fact("push", note=f"weights are pushed {pushes}: {MORE_SHARED}"))
     if (seconds := needs.step_seconds) is not None and seconds[1] >= 1:
         facts.append(Fact("time", needs.time_text(*seconds)))
     if (reason := needs.impossible()) is not None:
         return [*facts, Fact("fits", f"no: {reason}")]
     if needs.may_not_fit:
-        facts.append(Fact("memory", f"may not suffice; ways to need less: {needs.advice()}"))
+        facts.append(Fact("memory", note=f"memory may not suffice; ways to need less: {needs.advice()}"))
     return facts
