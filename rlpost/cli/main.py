@@ -20,7 +20,7 @@ import typer
 
 from rlpost import __version__
 from rlpost.catalog import COMMANDS, TRAIN_GRPO
-from rlpost.cli import again, cluster, compare, completion, config, data, env, info, reward, rollouts, train
+from rlpost.cli import again, compare, completion, config, data, env, reward, rollouts, train
 from rlpost.cli import chat as chat_verb
 from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
@@ -221,8 +221,6 @@ app.add_typer(rollouts.app, name="rollouts", rich_help_panel=LOOK)
 app.command(
     "export", examples=export_verb.EXAMPLES, short_help="Write a trained model as others read it.", rich_help_panel=LOOK
 )(export_verb.export)
-app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
-app.command("info", short_help="Print versions, devices and memory.", rich_help_panel=PREPARE)(info.info)
 
 
 def _print_version(requested: bool) -> None:

@@ -104,7 +104,7 @@ VISIBLE = {
         env show gsm9k
         env test gsm8k steps=3
         reward new mine.py
-        info please
+        doctor --machine please
         help
         -V
         trian grpo

@@ -164,7 +164,7 @@ def test_what_may_not_fit_is_said_and_not_refused(says: Says) -> None:
     least = floor(parts_of(work(*FLOAT32, shape=SMOLLM2)), on_gpu=False)
     tight = needs(*FLOAT32, shape=SMOLLM2, host=least + GB // 10)
     tight.check("smollm2")
-    says("train", needs_facts(tight)[-1])
+    says("train", needs_facts(tight)[-1].note)
     assert tight.as_dict()["fits"] == "maybe"
     assert needs(*FLOAT32, shape=SMOLLM2, host=64 * GB).as_dict()["fits"] == "yes"
 
