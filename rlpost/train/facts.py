@@ -58,7 +58,7 @@ class Seen:
     model: str  # its class, size and device, in words
     writes: str  # the run's folder, and what follows it
     needs: Needs | None = None
-    unsized: str = ""  # what must be converted or downloaded before the needs can be estimated
+    unsized: str = ""  # the model that must be converted or downloaded before the needs can be estimated
     fetches: Sequence[Fetch] = ()  # from the hub
     policy: str = ""  # its engine and where it samples, in words
     reads: str = ""  # how forward passes share a prompt, in words
@@ -130,7 +130,7 @@ class TrainingFacts:
             Fact("writes", seen.writes),
             *map(_fetch, seen.fetches),
             *(needs_facts(seen.needs) if seen.needs else []),
-            *([Fact("memory", f"unknown until {seen.unsized}")] if seen.unsized else []),
+            *([Fact("memory", f"unknown until {seen.unsized} is here")] if seen.unsized else []),
             *(Fact("settings", note=doubt) for doubt in settings.doubts()),
             *(Fact("data", note=note) for note in seen.notes),
         ]

@@ -231,7 +231,7 @@ class Disagreement(Enum):
     shifted = "the log-probs are those of the tokens beside: the mask of what was sampled is shifted"
     format = "the formats of sampler and trainer differ by more than at the start"
     version = "the sampler's version is not that of the last push"
-    unknown = "the cause is not known"
+    unknown = "the cause is not known; policy=transformers samples from the trainer's own weights"
 
 
 @dataclass(frozen=True)
