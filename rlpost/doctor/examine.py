@@ -40,7 +40,6 @@ from rlpost.settings import (
     NoClusterSettings,
     NoTrackingSettings,
     OptimSettings,
-    RayClusterSettings,
     SyncCollectorSettings,
 )
 from rlpost.settings.commands import RowEvalSettings, RunRequest, SampledSettings
@@ -62,7 +61,7 @@ INTENDED = "ignore this if it is intended"
 
 def examine(command: Command[Any], settings: Any, folder: Path, findings: Findings, wait: Wait) -> None:
     """Check everything that `command` with `settings` would do in the run folder `folder`; nothing is kept."""
-    if isinstance(settings.cluster, RayClusterSettings):
+    if settings.cluster.elsewhere:
         wait("asking the nodes of the cluster")
         with findings.looking("cluster"):
             _look_at_nodes(findings, settings.cluster.address)
@@ -70,7 +69,7 @@ def examine(command: Command[Any], settings: Any, folder: Path, findings: Findin
     model = settings.model
     device = this_device(model.device)
     settings, changes = resolve(settings, device, shape_of_model(model.path, model.revision))
-    if isinstance(settings, SampledSettings):
+    if command.kind is None:
         _look_at_prompts(findings, settings)
     with findings.looking("model"):
         tokenizer, at = starting_tokenizer(model, settings.lora.path, None)
@@ -219,7 +218,7 @@ def _look_at_prompts(findings: Findings, settings: SampledSettings) -> None:
         with findings.looking("rows"):
             env.start()
             for part in env.parts:
-                _look_at_rows(findings, part, settings)
+                _look_at_rows(findings, part, settings.prompts_per_step, settings.steps)
             another.start()
             first, again = (each.draw(1)[0].messages for each in (env, another))
             if first != again:
@@ -230,16 +229,17 @@ def _look_at_prompts(findings: Findings, settings: SampledSettings) -> None:
         with findings.looking("rewards"):
             for part in env.parts:
                 try:
-                    if all([_attack(findings, part, reward) for reward in _own_rewards(part)]):
+                    scored = [_attack(findings, part, reward) for reward in _own_rewards(part)]
+                    if all(scored):
                         _prove(findings, part)
                 except DataError as error:
                     findings.warn("rewards", f"they are not tried: {error}")
 
 
-def _look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:
-    """How many prompts are there, and how many of them are different?"""
+def _look_at_rows(findings: Findings, env: DatasetChatEnv, size: int, steps: int) -> None:
+    """How many prompts are there, how many of them are different, and do they suffice for steps of `size`?"""
     about = f"rows of {env.source_name}" if env.source_name else "rows"
-    rows, size = env.rows, settings.prompts_per_step
+    rows = env.rows
     if not len(rows):
         findings.ok(about, "made as they are drawn")
         return
@@ -256,7 +256,7 @@ def _look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSett
         text = f"{count}, and prompts_per_step={size} takes some of them twice a step"
         findings.warn(about, text, "lower prompts_per_step, or give more rows")
     else:
-        drawn = size * settings.steps
+        drawn = size * steps
         findings.ok(about, f"{count}, all different; {drawn:,} are drawn, {drawn / len(rows):.2g} passes")
 
 
@@ -313,7 +313,7 @@ FROM_LOADING = ("reads", "tokens")  # facts that only loading finds out
 
 def _practise(findings: Findings, command: Command[Any], settings: Any) -> None:
     """Let the training itself, in a folder that is removed, make two steps on a few rows."""
-    tried: Any = _few_prompts(settings) if isinstance(settings, SampledSettings) else _few_rows(settings)
+    tried: Any = _few_prompts(settings) if command.kind is None else _few_rows(settings)
     with TemporaryDirectory(ignore_cleanup_errors=True) as place:
         request = RunRequest(Path(place) / "run", None, [], ["rlpost", "doctor"], "{}", plain=True)
         with Trial(tried, request) as run:
@@ -383,7 +383,7 @@ class Measuring(Watcher):
         """Report the facts that only loading finds out, all notes, and the learning rate of the whole training."""
         self.findings.take(fact for fact in facts if fact.name in FROM_LOADING or fact.note)
         settings, updates = self.settings, self._steps
-        if isinstance(settings, SampledSettings):
+        if self.run.parts.collector is not None:
             completions = settings.prompts_per_step * settings.group_size
             updates *= updates_per_step(completions, settings.minibatch_size, settings.passes)
         _look_at_rate(self.findings, settings.optim, updates)

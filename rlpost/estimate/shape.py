@@ -186,8 +186,8 @@ def _first(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
     return next((value for name in names if isinstance(value := config.get(name), int) and value), None)
 
 
-# families of which vLLM 0.32 on a CPU gives other log-probs than the model, as scripts/dev/families has seen: it says
-# nothing then, where it ends by itself with what it cannot run
+# families that vLLM 0.32 on a CPU samples by other log-probs than the model's, without a word: seen by
+# scripts/dev/families. With a family that it cannot run at all it ends by itself
 WRONG_ON_CPU = ("deepseek_v2", "deepseek_v3", "doge", "gpt_oss", "lfm2", "lfm2_moe", "nemotron_h", "phimoe")
 
 

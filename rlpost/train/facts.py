@@ -144,9 +144,11 @@ class TrainingFacts:
         raise NotImplementedError
 
     def loss(self) -> str:
-        """The loss and its KL penalty."""
-        coef = getattr(self.settings.loss, "kl_coef", 0.0)
-        return option_of("loss", type(self.settings.loss)) + (f", KL penalty {coef:g}" if coef else "")
+        """The loss, the estimator of the advantages, and the KL penalty."""
+        settings, coef = self.settings, getattr(self.settings.loss, "kl_coef", 0.0)
+        advantage = getattr(settings, "advantage", None)
+        estimator = f", advantage.estimator={advantage.estimator}" if advantage else ""
+        return option_of("loss", type(settings.loss)) + estimator + (f", KL penalty {coef:g}" if coef else "")
 
 
 class SampledFacts(TrainingFacts):
@@ -202,11 +204,6 @@ class GRPOFacts(SampledFacts):
         correction = loss.sampler_correction or SamplerCorrection.none
         done = "nothing corrects for it" if correction is SamplerCorrection.none else "pi_old / mu corrects for it"
         return f"{done} (loss.sampler_correction={correction.name})"
-
-    def loss(self) -> str:
-        """See `TrainingFacts.loss`; with the estimator of the advantages."""
-        name, _, penalty = super().loss().partition(", ")
-        return ", ".join(filter(None, [name, f"advantage.estimator={self.settings.advantage.estimator}", penalty]))
 
 
 class ExpertIterationFacts(SampledFacts):
@@ -376,10 +373,9 @@ def _turns(env: EnvSettings, tools: ToolsSettings) -> list[Fact]:
 
 def _ranks(cluster: ClusterSettings, count: int) -> list[Fact]:
     """The training processes, and what each holds of the model."""
-    divided = cluster.sharding is Sharding.full
     if count == 1:
-        return [Fact("ranks", "1, among which cluster.sharding=full divides nothing")] if divided else []
-    held = "a part of the model" if divided else "the whole model"
+        return []
+    held = "a part of the model" if cluster.sharding is Sharding.full else "the whole model"
     offload = ", kept in the machine's memory" if cluster.cpu_offload else ""
     return [Fact("ranks", f"{count} train together, each holds {held}{offload}")]
 

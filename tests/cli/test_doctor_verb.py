@@ -14,7 +14,7 @@ def test_machine_has_versions_devices_and_the_cache(rlpost: CommandLine) -> None
     rows = dict(line.split(maxsplit=1) for line in rlpost.lines("doctor --machine"))
     assert list(rows) == [
         *("rlpost", "python", "torch", "transformers", "tensordict", "vllm"),
-        *("devices", "precision", "cores", "memory", "shared", "cache"),
+        *("devices", "precision", "cores", "memory_gib", "shared_free_gib", "cache"),
     ]
     assert rows["devices"].startswith("cpu")
     assert re.fullmatch(r"(bfloat16|float32) \(.+\)", rows["precision"])
@@ -33,4 +33,4 @@ def test_machine_as_json_has_null_for_what_is_missing(monkeypatch: pytest.Monkey
     assert (told["torch"], told["vllm"], told["devices"]) == ("1.0", None, ["cpu"])
     assert (told["precision"]["device"], told["precision"]["format"]) == ("cpu", "float32")
     assert "float32 82, bfloat16 1.2 " in told["precision"]["why"]
-    assert f"precision     float32 ({told['precision']['why']})\n" in rlpost("doctor --machine")
+    assert f"precision        float32 ({told['precision']['why']})\n" in rlpost("doctor --machine")
