@@ -208,8 +208,8 @@ class Gate:
                 f"{text}; gate.on_alarm=correct goes on with a correction, gate.enabled=false without a look"
             )
         objective: Any = self.ranks.own.objective
-        is_uncorrected = getattr(objective, "sampler_correction", "") == "none" and not objective.ratio_to_sampler
-        if self.on_alarm is GateAlarm.correct and is_uncorrected:
+        is_open = getattr(objective, "sampler_correction", "") == "none"
+        if self.on_alarm is GateAlarm.correct and is_open and not getattr(objective, "ratio_to_sampler", False):
             objective.sampler_correction = SamplerCorrection.tis_token.name
             self.ranks.share_objective()  # the other ranks correct too
             text += "; going on with loss.sampler_correction=tis_token"
