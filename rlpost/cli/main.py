@@ -47,14 +47,12 @@ VERBS = {
     "chat": Row(TRAIN, "Talk to a model or a checkpoint."),
     "doctor": Row(TRAIN, "Try a training on a few rows and report problems."),
     "runs": Row(LOOK, "List, show, compare and clean up runs.", ("runs", "rollouts", "compare", "again")),
-    "cluster": Row(LOOK, "Check a Ray cluster."),
     "report": Row(LOOK, "Write a run, or several, as one HTML page."),
     "export": Row(LOOK, "Write a trained model as others read it."),
     "config": Row(PREPARE, "List, show and explain settings."),
     "data": Row(PREPARE, "Look at rows before you train on them."),
     "env": Row(PREPARE, "List, show, test and write environments."),
     "reward": Row(PREPARE, "List, write and attack rewards."),
-    "info": Row(PREPARE, "Print versions, devices and memory."),
 }
 BEGIN = """\b
 Begin with:

@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a training: the facts of the settings that will hold, and the configuration with them."""
+    """The plan of a training: its configuration with the settings that will hold, and the facts of them."""
 
+    composed: Composed[Any]
+    folder: Path
+    resume: str | None
     facts: list[Fact]
     seen: Seen
-    content: dict[str, Any]  # the configuration
 
     def lines(self) -> list[str]:
         """The plan as `--dry-run` prints it."""
@@ -50,15 +52,19 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--dry-run --json`."""
-        needs = self.seen.needs
+        composed, needs = self.composed, self.seen.needs
         fetches = [
             {"id": each.id, "bytes": each.bytes, "cached": str(each.cached) if each.cached else None}
             for each in self.seen.fetches
         ]
         return {
-            **self.content,
+            "command": composed.command.verb,
+            "folder": str(self.folder),
+            "resume": self.resume,
+            "choices": composed.choices,
+            "overrides": composed.overrides,
+            "settings": composed.as_dict(),
             "facts": [fact._asdict() for fact in self.facts if fact.value],
-            "chosen": [f"{fact.value} ({fact.reason})" for fact in self.facts if fact.name == "chosen"],
             "fetches": fetches,
             "estimate": needs.as_dict() if needs is not None else None,
             "notes": self.notes,
@@ -83,7 +89,7 @@ def plan(composed: Composed[Any], folder: Path, resume: str | None) -> Plan:
         model=f"{size}{model.dtype.value} weights, device {model.device}",
         writes=f"{folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
         needs=None if shape is None else needs_of(settings, shape, Machine.here(folder, gpu)),
-        unsized="" if shape is not None else _until_sized(model.path),
+        unsized="" if shape is not None else model.path,
         fetches=fetches(model, getattr(settings, "reference_path", None), settings.env),
         ranks=settings.cluster.trainer_ranks or 1,
         steps=settings.steps,
@@ -94,15 +100,7 @@ def plan(composed: Composed[Any], folder: Path, resume: str | None) -> Plan:
         notes=[*composed.not_used, *notes_of_model(model, settings.lora.path)],
         is_resumed=resume is not None,
     )
-    content = {
-        "command": composed.command.verb,
-        "folder": str(folder),
-        "resume": resume,
-        "choices": composed.choices,
-        "overrides": composed.overrides,
-        "settings": composed.as_dict(),
-    }
-    return Plan(facts_of(settings, changes, seen), seen, content)
+    return Plan(composed, folder, resume, facts_of(settings, changes, seen), seen)
 
 
 def resolved(composed: Composed[Any]) -> tuple[Composed[Any], list[Change]]:
@@ -119,13 +117,6 @@ def _resolved(composed: Composed[Any], shape: Shape | None, gpu: Room | None) ->
 
     settings, changes = resolve(composed.settings, Device(gpu), shape, composed.kept)
     return replace(composed, settings=settings, yaml=in_yaml(composed.yaml, changes)), changes
-
-
-def _until_sized(path: str) -> str:
-    from rlpost.config.paths import GGUF, resolve_model_path
-
-    converts = resolve_model_path(path).endswith(GGUF)
-    return f"{path} is converted" if converts else f"the configuration of {path} is downloaded"
 
 
 def _longest_prompt(composed: Composed[Any]) -> int | None:
@@ -177,11 +168,9 @@ def compose_and_check(
         composed = compose(command, from_runs.words, from_runs.kept if kept is None else kept)
         settings: Any = composed.settings
         env = settings.env
-        if "env.reward" not in command.optional or getattr(env, "reward", None):
-            _checked[:] = [load_rewards(each) for each in environments_of(env)]
-            looks, unused = _look_at_rows(settings, _checked)
-        else:
-            looks, unused = _look_at_rows(settings, [])
+        has_rewards = "env.reward" not in command.optional or getattr(env, "reward", None)
+        _checked[:] = [load_rewards(each) for each in environments_of(env)] if has_rewards else []
+        looks, unused = _look_at_rows(settings, _checked)
     trains, model = settings.trains, settings.model
     sampler = None if settings.sampler is None else chosen_policy(settings.sampler)
     check_device(model.device, sampler)
@@ -210,8 +199,8 @@ def _check_model(model: ModelSettings, lora: LoRASettings | None, *, is_served: 
     facts = facts_of_model(model, None if lora is None else lora.path)
     if facts is not None and facts.problem:
         raise ConfigError(facts.problem)
-    if is_served:
-        check_served(model.path, model.revision, on_gpu=_gpu(model.device) is not None)
+    if is_served and _gpu(model.device) is None:
+        check_served(model.path, model.revision)
     if lora is not None:
         check_targets(lora.target_modules or (), model.path, model.revision)
 

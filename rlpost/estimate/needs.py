@@ -1,11 +1,13 @@
 """Memory, disk and time of a training by estimate, and whether they fit the machine.
 
-The estimate adds parts, each a formula over the model's shape and the settings. A training that cannot fit is refused,
-with the settings that would help.
+`TERMS` is the table of all memory: a name, a formula in bytes over the model's shape and the settings, where it is
+held, in which phase of a step, and with which sampler. A training that cannot fit is refused, with the settings that
+would help: those with which the same table gives less.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -24,7 +26,6 @@ from rlpost.settings import (
     Engine,
     EnvSettings,
     FineTuningSettings,
-    PolicySettings,
     Sharding,
     VLLMSettings,
 )
@@ -35,20 +36,24 @@ from rlpost.text import counted, readable
 
 TrainingSettings = SampledSettings | FineTuningSettings
 
-
-# The estimate
-
 COMMON_PROMPT = 256  # tokens; limits on prompts are far above what most have
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM = 500_000_000  # bytes of Python, torch and everything that a training imports
 VLLM_PROGRAM = 430_000_000  # bytes that vLLM adds
 LOGITS_TOGETHER, LOGITS_ON_GPU = 256, 1024  # tokens whose logits exist at once while training
 ON_GPU, FEWEST_ON_CPU, MOST_ON_CPU = 16384, 384, 2048  # tokens_per_microbatch by default
-KV_BLOCK = 32  # tokens in one block of vLLM's KV cache on a CPU; a conversation takes whole blocks
+KV_BLOCK, GPU_KV_BLOCK = 32, 16  # tokens in one block of vLLM's KV cache; a conversation takes whole blocks
 LARGEST_KV_CACHE = 10**9  # bytes: the most by default on a CPU
 USUAL_SHARE = 0.4  # of the GPU for vLLM, where neither its share nor its cache is given
 ENGINE_BYTES = 2 * 10**9  # that vLLM takes on a GPU beside weights and cache: activations and captured graphs
-GPU_KV_BLOCK = 16  # tokens in one block of vLLM's KV cache on a GPU
+
+
+# The training, as the formulas read it
+
+
+# the samplers, which hold different things: vLLM may leave the GPU while the model learns; transformers in other
+# processes has a copy of the weights
+ON_CPU, BESIDE, SLEEPING, SHARED, COPIED = "vllm-cpu", "vllm", "vllm that sleeps", "transformers", "transformers apart"
 
 
 @dataclass(frozen=True)
@@ -56,32 +61,36 @@ class Work:
     """Everything that the estimate depends on."""
 
     shape: Shape
-    weight_bytes: int  # of one number of the trainer's weights
+    on_gpu: bool
+    number: int  # bytes of one number of the trainer's weights
     autocast: bool
     lora: tuple[int, Sequence[str] | None] | None  # rank and names of layers; None: all weights are trained
-    eight_bit: bool
+    small_moments: bool  # the optimizer's running means are in 8 bits
     reference: bool  # a second copy of the starting weights
     moves: bool  # the reference moves, so checkpoints hold it
     teacher: int  # parameters of another model that the loss compares with; 0: there is none
     two_logits: bool  # the loss compares two models over the whole vocabulary
-    sampler: str | None  # vllm, transformers, or None if no model samples
-    beside: bool  # the sampler has a process of its own, with a copy of the weights
-    pushed_bytes: int  # of a push of weights to another process; 0: there is none
-    sampler_bytes: int  # of one number of vLLM's weights
-    kv_cache_bytes: int  # of vLLM; on a GPU with its activations
+    sampler: str  # one of those above; empty: no model samples
+    sampler_number: int  # bytes of one number of vLLM's weights
+    kv_cache_bytes: int  # of each engine of vLLM; on a GPU with its activations
     engines: int  # of vLLM, on the GPU of rank 0
-    sleeps: bool  # vLLM leaves the GPU while the model learns
+    pushes: bool  # to vLLM in another process
     together: int  # completions in flight at once
     longest: int  # tokens of the longest conversation or sample
     microbatch: int  # tokens of one forward and backward
     recomputed: bool  # activation checkpointing
-    on_gpu: bool
     kept_models: int | None  # checkpoints without state beside the newest two; None: one is saved, at the end
     operations: float  # floating-point operations of a step of completions as long as allowed; 0: not known
     steps: int | None
-    ranks: int = 1  # of the trainer
-    divided: bool = False  # each rank holds its share of the model
-    offloaded: bool = False  # the shares are in host memory between uses
+    ranks: int  # of the trainer
+    processes: int  # that have all of rlpost in memory
+    is_divided: bool  # each rank holds its share of the model
+    offloaded: bool  # the shares are in host memory between uses
+
+    @property
+    def has_vllm(self) -> bool:
+        """Whether vLLM samples."""
+        return self.sampler in (ON_CPU, BESIDE, SLEEPING)
 
     @property
     def trained(self) -> int:
@@ -91,30 +100,7 @@ class Work:
     @property
     def trained_bytes(self) -> int:
         """Bytes of the parameters that take a gradient: an adapter is in float32."""
-        return self.trained * (self.weight_bytes if self.lora is None else 4)
-
-    @property
-    def moment_bytes(self) -> int:
-        """Bytes of the optimizer's two running means."""
-        return 2 * (self.trained if self.eight_bit else self.trained_bytes)
-
-
-class When(Enum):
-    """The phases of a step in which an item of memory is held."""
-
-    always = "always"
-    training = "training"
-    sampling = "sampling"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One item of memory: device or host memory (`on_gpu`), and when it is held."""
-
-    name: str
-    bytes: int
-    on_gpu: bool
-    when: When = When.always
+        return self.trained * (self.number if self.lora is None else 4)
 
 
 def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
@@ -122,16 +108,15 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     model, cluster, lora, env = settings.model, settings.cluster, settings.lora, settings.env
     policy, on_gpu = chosen_policy(settings.policy), gpu_bytes is not None
     own = settings if isinstance(settings, SampledSettings) else None  # trained on its own completions
-    vllm = policy if isinstance(policy, VLLMSettings) else None
-    samples, elsewhere = isinstance(settings.sampler, ModelPolicySettings), settings.elsewhere != ""
+    vllm = policy if isinstance(policy, VLLMSettings) and settings.sampler is not None else None
+    elsewhere = settings.elsewhere != ""
 
-    longest, completions, group = settings.lengths(COMMON_PROMPT)
+    longest, rows, group = settings.lengths(COMMON_PROMPT)
     row = longest
     if own is not None:
         row += (again := later_prompts(env))
         group += own.group_size * again
     unset = ON_GPU if on_gpu else min(MOST_ON_CPU, max(FEWEST_ON_CPU, group))
-    budget = settings.tokens_per_microbatch or unset
 
     teacher, compares = 0, settings.needs_reference
     if settings.reference_path is not None:  # of an unknown size: taken to be as large as the model
@@ -139,7 +124,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     live = settings.reference_hint is not None  # the trained model itself
     # forward passes that cost as much as a step's: a backward pass is two, sampling reads each token once more
     passes = 4 + bool(model.activation_checkpointing) + (compares and not teacher)
-    tokens = completions * env.most_turns * env.max_completion_tokens
+    tokens = rows * env.most_turns * env.max_completion_tokens
 
     ranks = cluster.trainer_ranks or ranks_started()
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
@@ -147,53 +132,55 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
     keeps_best = settings.eval.enabled and settings.eval.every > 0
 
-    works = []
-    measured = model.autocast is Autocast.auto and not on_gpu  # when the run starts: count the one that takes more
-    for autocast in (False, True) if measured else (model.autocast is not Autocast.none,):
-        sampler_bytes = kv_cache = 0
-        if vllm is not None:
-            trainers = DType.bfloat16 if autocast else model.dtype
-            sampler_bytes = BYTES[(trainers if vllm.dtype is DType.auto else vllm.dtype).value]
-            each = shape.kv_bytes(sampler_bytes)
-            if gpu_bytes is None:
-                kv_cache, _ = kv_cache_bytes(vllm, each, env.longest_conversation())
-            elif vllm.kv_cache_gb is not None:
-                kv_cache = ENGINE_BYTES + round(vllm.kv_cache_gb * 10**9)
-            else:
-                share = int((vllm.gpu_memory_utilization or USUAL_SHARE) * gpu_bytes)
-                kv_cache = max(0, share - shape.parameters * sampler_bytes)
-        pushes = elsewhere or ranks > 1 or (vllm is not None and vllm.engine is Engine.own_process)
-        work = Work(
-            shape=shape,
-            weight_bytes=BYTES.get(model.dtype.value, 4),
-            autocast=autocast,
-            lora=(lora.rank, lora.target_modules) if lora.enabled else None,
-            eight_bit=settings.optim.eight_bit,
-            reference=compares and not (lora.enabled or teacher or live),
-            moves=settings.moves_reference,
-            teacher=teacher,
-            two_logits=getattr(settings.loss, "whole_vocabulary", False),
-            sampler=None if not samples else "transformers" if vllm is None else "vllm",
-            beside=elsewhere,
-            pushed_bytes=shape.parameters * sampler_bytes if samples and pushes else 0,
-            sampler_bytes=sampler_bytes,
-            kv_cache_bytes=kv_cache,
-            engines=engines_beside(settings),
-            sleeps=on_gpu and vllm is not None and bool(vllm.sleep),
-            together=min(completions, getattr(policy, "at_once", completions)),
-            longest=longest,
-            microbatch=min(max(budget, row), completions * row),
-            recomputed=bool(model.activation_checkpointing),
-            on_gpu=on_gpu,
-            kept_models=None if saves == 1 else min(keep_last, saves - 1) - 1 + keeps_best,
-            operations=0.0 if own is None else 2.0 * (passes * shape.parameters + teacher) * tokens,
-            steps=settings.steps,
-            ranks=ranks,
-            divided=ranks > 1 and cluster.sharding is Sharding.full,
-            offloaded=ranks > 1 and cluster.cpu_offload,
-        )
-        works.append(work)
-    return max(works, key=lambda work: peak(parts_of(work), on_gpu=on_gpu))
+    work = Work(
+        shape=shape,
+        on_gpu=on_gpu,
+        number=BYTES.get(model.dtype.value, 4),
+        autocast=model.autocast is not Autocast.none,
+        lora=(lora.rank, lora.target_modules) if lora.enabled else None,
+        small_moments=settings.optim.eight_bit,
+        reference=compares and not (lora.enabled or teacher or live),
+        moves=settings.moves_reference,
+        teacher=teacher,
+        two_logits=getattr(settings.loss, "whole_vocabulary", False),
+        sampler=(COPIED if elsewhere else SHARED) if isinstance(settings.sampler, ModelPolicySettings) else "",
+        sampler_number=0,
+        kv_cache_bytes=0,
+        engines=engines_beside(settings),
+        pushes=vllm is not None and (elsewhere or ranks > 1 or vllm.engine is Engine.own_process),
+        together=min(rows, getattr(policy, "at_once", rows)),
+        longest=longest,
+        microbatch=min(max(settings.tokens_per_microbatch or unset, row), rows * row),
+        recomputed=bool(model.activation_checkpointing),
+        kept_models=None if saves == 1 else min(keep_last, saves - 1) - 1 + keeps_best,
+        operations=0.0 if own is None else 2.0 * (passes * shape.parameters + teacher) * tokens,
+        steps=settings.steps,
+        ranks=ranks,
+        processes=ranks + elsewhere,
+        is_divided=ranks > 1 and cluster.sharding is Sharding.full,
+        offloaded=ranks > 1 and cluster.cpu_offload,
+    )
+    # on a CPU it may be chosen when the run starts: count the one that takes more
+    is_open = model.autocast is Autocast.auto and not on_gpu
+    works = [replace(work, autocast=False), work] if is_open else [work]
+    if vllm is not None:
+        works = [_with_vllm(each, vllm, model.dtype, gpu_bytes, env.longest_conversation()) for each in works]
+    return max(works, key=lambda each: peak(parts_of(each), on_gpu=on_gpu))
+
+
+def _with_vllm(work: Work, policy: VLLMSettings, dtype: DType, gpu_bytes: int | None, longest: int) -> Work:
+    """The work with vLLM as its sampler, whose conversations have at most `longest` tokens."""
+    trainers = DType.bfloat16 if work.autocast else dtype
+    number = BYTES[(trainers if policy.dtype is DType.auto else policy.dtype).value]
+    if gpu_bytes is None:
+        cache, _ = kv_cache_bytes(policy, work.shape.kv_bytes(number), longest)
+    elif policy.kv_cache_gb is not None:
+        cache = ENGINE_BYTES + round(policy.kv_cache_gb * 10**9)
+    else:
+        share = int((policy.gpu_memory_utilization or USUAL_SHARE) * gpu_bytes)
+        cache = max(0, share - work.shape.parameters * number)
+    sampler = ON_CPU if gpu_bytes is None else SLEEPING if policy.sleep else BESIDE
+    return replace(work, sampler=sampler, sampler_number=number, kv_cache_bytes=cache)
 
 
 def later_prompts(env: EnvSettings) -> int:
@@ -206,36 +193,161 @@ def later_prompts(env: EnvSettings) -> int:
     return later * prompt + earlier * env.max_completion_tokens + (earlier - later) * env.max_observation_tokens
 
 
+# The table
+
+
+class When(Enum):
+    """The phases of a step in which an item of memory is held."""
+
+    always = "always"
+    training = "training"
+    sampling = "sampling"
+
+
+class Where(Enum):
+    """The place of an item of memory, and how often it is held: a GPU's is rank 0's, a host's the sum of all ranks."""
+
+    model = "with the weights: a copy, or a share, of each rank; offloaded ones are on the host"
+    rank = "where each rank computes"
+    first = "where rank 0 computes, once"
+    host = "on the host, once"
+
+
+@dataclass(frozen=True)
+class Term:
+    """An item of memory: its formula in bytes, and where and when it is held."""
+
+    name: str
+    bytes: Callable[[Work], int]
+    where: Where
+    when: When = When.always
+    samplers: Sequence[str] = ()  # that have it; empty: every training has it
+
+
+def _gathered(work: Work) -> int:
+    """The layers that a rank holds whole besides its share: two, one of them in transfer, and all outside layers."""
+    if not work.is_divided:
+        return 0
+    shape = work.shape
+    outside = min(shape.parameters, 2 * shape.vocab * shape.hidden)
+    layer = (shape.parameters - outside) // max(1, shape.layers)
+    return (outside + 2 * layer) * work.number * 2  # and their gradients
+
+
+def _cast_weights(work: Work) -> int:
+    """The copies of weights that autocast keeps during a forward and backward; a GPU's shards come as such."""
+    comes_so = work.is_divided and work.on_gpu
+    return 2 * work.shape.parameters if work.autocast and work.number == 4 and not comes_so else 0
+
+
+def _head_gradient(work: Work) -> int:
+    """The head's gradient in float32 from one microbatch, until it is added to those of the others.
+
+    Where the head is the embedding too, that is at the end of the backward pass.
+    """
+    return 0 if work.lora is not None or work.is_divided else 4 * work.shape.vocab * work.shape.hidden
+
+
+def _activations(work: Work) -> int:
+    """The tensors that the forward pass keeps for the backward pass, and the logits of one chunk of tokens.
+
+    Near the tensors that layers of Llama, Qwen and Gemma 3 save, counted by hooks: within 15%. A CPU's attention is in
+    float32, with the keys repeated for all heads, and keeps the weight of each key that a token reads. A comparison of
+    two models' logits has three more arrays of float32 at once, for their mixture.
+    """
+    shape, number = work.shape, work.number
+    a_layer = (8 if work.lora is None else 4) * shape.norm_width  # frozen norms keep less
+    if work.autocast:
+        a_layer += 10 * shape.hidden + 2 * shape.q_width + 8 * shape.intermediate
+    else:
+        a_layer += number * (2 * shape.hidden + shape.q_width + 4 * shape.intermediate)
+    if not work.on_gpu:
+        a_layer += 18 * shape.q_width + 4 * shape.heads * min(work.longest, COMMON_PROMPT)
+    elif work.autocast:
+        a_layer += 6 * shape.q_width + 6 * shape.kv_width
+    else:
+        a_layer += number * (5 * shape.q_width + 4 * shape.kv_width)
+    kept = a_layer + shape.layers * shape.hidden * number if work.recomputed else shape.layers * a_layer
+    chunk = min(work.microbatch, LOGITS_ON_GPU if work.on_gpu else LOGITS_TOGETHER)
+    logits = chunk * shape.vocab * (4 + 4 + number + (12 if work.two_logits else 0))
+    return kept * work.microbatch + logits
+
+
+def _vllm_weights(work: Work) -> int:
+    """The weights of all engines on the GPU of rank 0; on a CPU of one, which packs its head a second time."""
+    parameters = work.shape.parameters * work.sampler_number
+    if not work.on_gpu:
+        return parameters + work.shape.vocab * work.shape.hidden * work.sampler_number
+    return work.engines * parameters
+
+
+def _vllm_cache(work: Work) -> int:
+    """The KV caches; on a GPU with the engines' activations, and what their share leaves beside their weights."""
+    return (work.engines if work.on_gpu else 1) * work.kv_cache_bytes
+
+
+def _sampling(work: Work) -> int:
+    """The KV cache, the logits and the cast weights of sampling with transformers."""
+    cache = work.shape.kv_bytes(2 if work.autocast else work.number) * work.together * work.longest
+    return cache + 3 * 4 * work.shape.vocab * work.together + _cast_weights(work)
+
+
+def _moments(work: Work) -> int:
+    """The optimizer's two running means."""
+    return 2 * (work.trained if work.small_moments else work.trained_bytes)
+
+
+TERMS = (
+    Term("weights", lambda w: w.shape.parameters * w.number, Where.model),
+    Term("adapter", lambda w: w.trained_bytes if w.lora else 0, Where.model),
+    Term("gradients", lambda w: w.trained_bytes, Where.model, When.training),
+    Term("moments", _moments, Where.model),
+    Term("reference", lambda w: w.shape.parameters * w.number if w.reference else 0, Where.model),
+    Term("teacher", lambda w: w.teacher * w.number, Where.model),
+    Term("gathered layers", _gathered, Where.rank),
+    Term("sampler", _vllm_weights, Where.first, samplers=(ON_CPU, BESIDE)),
+    Term("its KV cache", _vllm_cache, Where.first, When.sampling, samplers=(ON_CPU,)),
+    Term("its KV cache", _vllm_cache, Where.first, samplers=(BESIDE,)),
+    Term("sampler, awake", lambda w: _vllm_weights(w) + _vllm_cache(w), Where.first, When.sampling, (SLEEPING,)),
+    Term("sampler, asleep", _vllm_weights, Where.host, samplers=(SLEEPING,)),
+    Term("sampling", _sampling, Where.first, When.sampling, samplers=(SHARED,)),
+    Term("sampler", lambda w: w.shape.parameters * w.number, Where.first, samplers=(COPIED,)),
+    Term("sampling", _sampling, Where.first, samplers=(COPIED,)),
+    Term("cast weights", _cast_weights, Where.rank, When.training),
+    Term("head's gradient", _head_gradient, Where.rank, When.training),
+    Term("activations", _activations, Where.rank, When.training),
+    Term("program", lambda w: PROGRAM * w.processes + VLLM_PROGRAM * w.has_vllm, Where.host),
+)
+FIXED = ("weights", "adapter", "gradients", "moments", "reference", "teacher", "sampler")  # depend on no length
+
+
+@dataclass(frozen=True)
+class Part:
+    """One item of memory as it is held: on the GPU or the host, and when."""
+
+    name: str
+    bytes: int
+    on_gpu: bool
+    when: When = When.always
+
+
 def parts_of(work: Work) -> list[Part]:
-    """Memory items of `work`; per-GPU figures are rank 0's, host figures sum over ranks."""
-    shape, gpu = work.shape, work.on_gpu
-    trained = work.trained_bytes
-    held = gpu and not work.offloaded
+    """The memory of `work`, item by item; those that it does not have are left out."""
+    gpu, ranks = work.on_gpu, work.ranks
+    on_gpu = gpu and not work.offloaded
     # each rank holds a copy or its share; on a GPU rank 0's counts, on a CPU those of all ranks
-    copies = (1 if held else work.ranks) / (work.ranks if work.divided else 1)
-    here = 1 if gpu else work.ranks
-
-    def of_ranks(size: float) -> int:
-        return round(copies * size)
-
-    parts = [
-        Part("weights", of_ranks(shape.parameters * work.weight_bytes), held),
-        Part("adapter", of_ranks(trained if work.lora else 0), held),
-        Part("gradients", of_ranks(trained), held, When.training),
-        Part("moments", of_ranks(work.moment_bytes), held),
-        Part("reference", of_ranks(shape.parameters * work.weight_bytes if work.reference else 0), held),
-        Part("teacher", of_ranks(work.teacher * work.weight_bytes), held),
-        Part("gathered layers", here * _gathered(work), gpu),
-        *_sampler_parts(work),
-        Part("cast weights", here * cast_weights(work), gpu, When.training),
-        Part("head's gradient", here * _head_gradient(work), gpu, When.training),
-        Part("activations", here * _activations(work), gpu, When.training),
-        Part(
-            "program",
-            PROGRAM * (work.ranks + work.beside) + (VLLM_PROGRAM if work.sampler == "vllm" else 0),
-            on_gpu=False,
-        ),
-    ]
+    copies = (1 if on_gpu else ranks) / (ranks if work.is_divided else 1)
+    held = {
+        Where.model: (copies, on_gpu),
+        Where.rank: (1 if gpu else ranks, gpu),
+        Where.first: (1, gpu),
+        Where.host: (1, False),
+    }
+    parts = []
+    for term in TERMS:
+        if not term.samplers or work.sampler in term.samplers:
+            times, there = held[term.where]
+            parts.append(Part(term.name, round(times * term.bytes(work)), there, term.when))
     return [part for part in parts if part.bytes]
 
 
@@ -256,29 +368,25 @@ def floor(parts: list[Part], *, on_gpu: bool) -> int:
 
     A CPU's copies for autocast do not count: `model.autocast` decides on them when the run starts.
     """
-    fixed = ("weights", "adapter", "gradients", "moments", "reference", "teacher", "sampler")
-    fixed += ("cast weights",) if on_gpu else ()
+    fixed = (*FIXED, "cast weights") if on_gpu else FIXED
     return sum(part.bytes for part in parts if part.on_gpu == on_gpu and part.name in fixed)
 
 
 def longest_that_fits(work: Work, room: int, *, on_gpu: bool) -> int:
     """Tokens of the longest sequence whose forward and backward fit `room` bytes, by estimate; 0 if none does."""
 
-    def fits(tokens: int) -> bool:
-        return peak(parts_of(replace(work, longest=tokens, microbatch=tokens)), on_gpu=on_gpu) <= room
+    def size(tokens: int) -> int:
+        return peak(parts_of(replace(work, longest=tokens, microbatch=tokens)), on_gpu=on_gpu)
 
-    low, high = 0, work.longest
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    # the first that does not fit, less one: the size grows with the length
+    return bisect_right(range(work.longest + 1), room, lo=1, key=size) - 1
 
 
 def checkpoint_bytes(work: Work) -> tuple[int, int]:
     """(bytes of a whole checkpoint, bytes of one without the moments)."""
     adapter = work.trained_bytes if work.lora else 0
-    model = (1 + work.moves) * work.shape.parameters * work.weight_bytes + adapter
-    return model + work.moment_bytes, model
+    model = (1 + work.moves) * work.shape.parameters * work.number + adapter
+    return model + _moments(work), model
 
 
 def disk_of(work: Work) -> int:
@@ -287,33 +395,7 @@ def disk_of(work: Work) -> int:
     return whole if work.kept_models is None else 2 * whole + work.kept_models * model
 
 
-def lighter(work: Work) -> list[tuple[str, Work]]:
-    """Settings that need less, in the order in which to try them, each with the work that results."""
-    wide = work.weight_bytes == 4
-    few = 2048 if work.on_gpu else 512
-    on_its_gpu = work.on_gpu and work.sampler == "vllm" and work.engines > 0
-    cache = max(0, work.kv_cache_bytes - ENGINE_BYTES) // 2
-    tried = [
-        (f"tokens_per_microbatch={few}", work.microbatch > few, replace(work, microbatch=few)),
-        (
-            f"policy.kv_cache_gb={cache / 1e9:.2g}",
-            on_its_gpu and cache > 0,
-            replace(work, kv_cache_bytes=ENGINE_BYTES + cache),
-        ),
-        ("model.activation_checkpointing=true", not work.recomputed, replace(work, recomputed=True)),
-        ("policy.sleep=true", on_its_gpu and not work.sleeps, replace(work, sleeps=True)),
-        ("optim=adamw_8bit", not work.eight_bit and work.lora is None, replace(work, eight_bit=True)),
-        ("lora.enabled=true", work.lora is None, replace(work, lora=(16, None), reference=False)),
-        ("policy=transformers", work.sampler == "vllm", replace(work, sampler="transformers")),
-        ("model.dtype=bfloat16", wide, replace(work, weight_bytes=2, autocast=False)),
-        ("cluster.sharding=full", work.ranks > 1 and not work.divided, replace(work, divided=True)),
-        (
-            "cluster.cpu_offload=true",
-            work.on_gpu and work.divided and not work.offloaded,
-            replace(work, offloaded=True),
-        ),
-    ]
-    return [(word, other) for word, applies, other in tried if applies]
+# The engine's memory, as others ask for it
 
 
 def kv_cache_bytes(policy: VLLMSettings, each: int, longest: int) -> tuple[int, int]:
@@ -321,7 +403,7 @@ def kv_cache_bytes(policy: VLLMSettings, each: int, longest: int) -> tuple[int, 
 
     The cache's size is `policy.kv_cache_gb`, or by default the size of all conversations that run at once.
     """
-    conversation = ceil(longest / KV_BLOCK) * KV_BLOCK * each
+    conversation = conversation_bytes(longest, each, KV_BLOCK)
     spare = KV_BLOCK * each  # vLLM reserves one block
     least = conversation + spare
     if policy.kv_cache_gb is not None:
@@ -329,9 +411,9 @@ def kv_cache_bytes(policy: VLLMSettings, each: int, longest: int) -> tuple[int, 
     return max(least, min(LARGEST_KV_CACHE, policy.at_once * conversation + spare)), least
 
 
-def conversation_bytes(longest: int, each: int) -> int:
-    """Bytes of a conversation of `longest` tokens in vLLM's KV cache on a GPU, a token in `each` bytes."""
-    return ceil(longest / GPU_KV_BLOCK) * GPU_KV_BLOCK * each
+def conversation_bytes(longest: int, each: int, block: int = GPU_KV_BLOCK) -> int:
+    """Bytes of a conversation of `longest` tokens in vLLM's KV cache, a token in `each` bytes."""
+    return ceil(longest / block) * block * each
 
 
 def engines_beside(settings: Any) -> int:
@@ -345,94 +427,14 @@ def engines_beside(settings: Any) -> int:
     return int(0 in collector.gpus) if collector.gpus else collector.players
 
 
-def share_beside(settings: PolicySettings, engines: int, *, elsewhere: bool) -> float:
-    """The share of the GPU of rank 0 that engines in other processes hold while the model learns.
-
-    `engines` sample on it, in processes of the collector if `elsewhere`.
-    """
-    policy = chosen_policy(settings)
+def share_beside(settings: Any) -> float:
+    """The share of the GPU of rank 0 that engines in other processes hold while the model learns."""
+    policy = None if settings.sampler is None else chosen_policy(settings.sampler)
     if not isinstance(policy, VLLMSettings) or policy.sleep:
         return 0.0
-    if not elsewhere and policy.engine is Engine.in_process:
+    if not settings.elsewhere and policy.engine is Engine.in_process:
         return 0.0
-    return engines * (policy.gpu_memory_utilization or USUAL_SHARE)
-
-
-def computes_on_gpu(device: str, gpu: Room | None) -> bool:
-    """Whether a model with `model.device` computes on a GPU, which has the room `gpu`."""
-    return device.startswith("cuda") or (device == "auto" and gpu is not None)
-
-
-def cast_weights(work: Work) -> int:
-    """Bytes of the copies of weights that autocast keeps during a forward and backward; a GPU's shards come as such."""
-    comes_so = work.divided and work.on_gpu
-    return 2 * work.shape.parameters if work.autocast and work.weight_bytes == 4 and not comes_so else 0
-
-
-def _gathered(work: Work) -> int:
-    """Bytes that a rank holds whole besides its share: two layers, one of them in transfer, and all outside layers."""
-    if not work.divided:
-        return 0
-    shape = work.shape
-    outside = min(shape.parameters, 2 * shape.vocab * shape.hidden)
-    layer = (shape.parameters - outside) // max(1, shape.layers)
-    return (outside + 2 * layer) * work.weight_bytes * 2  # and their gradients
-
-
-def _sampler_parts(work: Work) -> list[Part]:
-    shape = work.shape
-    if work.sampler == "vllm":
-        weights = shape.parameters * work.sampler_bytes
-        if work.on_gpu:
-            room, count = work.kv_cache_bytes, work.engines
-            if work.sleeps:
-                awake = Part("sampler, awake", count * (weights + room), True, When.sampling)
-                return [awake, Part("sampler, asleep", count * weights, False)]
-            return [Part("sampler", count * weights, True), Part("its KV cache", count * room, True)]
-        head = shape.vocab * shape.hidden * work.sampler_bytes  # packed a second time for the CPU
-        return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False, When.sampling)]
-    if work.sampler == "transformers":
-        number = 2 if work.autocast else work.weight_bytes
-        cache = shape.kv_bytes(number) * work.together * work.longest
-        logits = 3 * 4 * shape.vocab * work.together
-        when = When.always if work.beside else When.sampling
-        passing = Part("sampling", cache + logits + cast_weights(work), work.on_gpu, when)
-        copy = Part("sampler", shape.parameters * work.weight_bytes if work.beside else 0, work.on_gpu)
-        return [copy, passing]
-    return []
-
-
-def _head_gradient(work: Work) -> int:
-    """Bytes of the head's gradient in float32 from one microbatch, until it is added to those of the others.
-
-    Where the head is the embedding too, that is at the end of the backward pass.
-    """
-    return 0 if work.lora is not None or work.divided else 4 * work.shape.vocab * work.shape.hidden
-
-
-def _activations(work: Work) -> int:
-    """Bytes that the forward pass keeps for the backward pass, and the logits of one chunk of tokens.
-
-    Near the tensors that layers of Llama, Qwen and Gemma 3 save, counted by hooks: within 15%. A CPU's attention is in
-    float32, with the keys repeated for all heads, and keeps the weight of each key that a token reads. A comparison of
-    two models' logits has three more arrays of float32 at once, for their mixture.
-    """
-    shape, number = work.shape, work.weight_bytes
-    a_layer = (8 if work.lora is None else 4) * shape.norm_width  # frozen norms keep less
-    if work.autocast:
-        a_layer += 10 * shape.hidden + 2 * shape.q_width + 8 * shape.intermediate
-    else:
-        a_layer += number * (2 * shape.hidden + shape.q_width + 4 * shape.intermediate)
-    if not work.on_gpu:
-        a_layer += 18 * shape.q_width + 4 * shape.heads * min(work.longest, COMMON_PROMPT)
-    elif work.autocast:
-        a_layer += 6 * shape.q_width + 6 * shape.kv_width
-    else:
-        a_layer += number * (5 * shape.q_width + 4 * shape.kv_width)
-    kept = a_layer + shape.layers * shape.hidden * number if work.recomputed else shape.layers * a_layer
-    chunk = min(work.microbatch, LOGITS_ON_GPU if work.on_gpu else LOGITS_TOGETHER)
-    logits = chunk * shape.vocab * (4 + 4 + number + (12 if work.two_logits else 0))
-    return kept * work.microbatch + logits
+    return engines_beside(settings) * (policy.gpu_memory_utilization or USUAL_SHARE)
 
 
 # Whether it fits the machine
@@ -441,13 +443,31 @@ MARGIN = 1.2  # a training needs at most this times the estimate
 SPARE = 2.0  # with this times the estimate free, a run keeps freed memory between phases, which saves time
 RATES = (30e9, 150e9)  # operations a second of a CPU's core in a training, with AVX2 to with AMX
 SLOW_SECONDS = 60.0  # a step longer than this: advise a GPU or a smaller model
+WORTH_SAVING = 0.02  # share of the estimate from which a setting is advised
+
+
+def lighter(work: Work) -> list[tuple[str, Work]]:
+    """Settings that need less, in the order in which to try them, each with the work that results."""
+    few = 2048 if work.on_gpu else 512
+    tried: list[tuple[str, bool, dict[str, Any]]] = [
+        (f"tokens_per_microbatch={few}", work.microbatch > few, {"microbatch": few}),
+        ("model.activation_checkpointing=true", True, {"recomputed": True}),
+        ("policy.sleep=true", work.sampler == BESIDE, {"sampler": SLEEPING}),
+        ("optim=adamw_8bit", work.lora is None and not work.is_divided, {"small_moments": True}),
+        ("lora.enabled=true", work.lora is None and not work.moves, {"lora": (16, None), "reference": False}),
+        ("policy=transformers", work.has_vllm, {"sampler": SHARED}),
+        ("model.dtype=bfloat16", work.number == 4, {"number": 2, "autocast": False}),
+        ("cluster.sharding=full", work.ranks > 1 and not work.small_moments, {"is_divided": True}),
+        ("cluster.cpu_offload=true", work.on_gpu and work.is_divided, {"offloaded": True}),
+    ]
+    return [(word, replace(work, **values)) for word, applies, values in tried if applies]
 
 
 def needs_of(settings: TrainingSettings, shape: Shape, machine: Machine) -> Needs:
     """The needs of `settings` on a machine, with a model of this `shape`."""
-    on_gpu = computes_on_gpu(settings.model.device, machine.gpu)
-    gpu_bytes = (machine.gpu.total if machine.gpu else 0) if on_gpu else None
-    work = work_of(settings, shape, gpu_bytes=gpu_bytes)
+    device, gpu = settings.model.device, machine.gpu
+    on_gpu = device.startswith("cuda") or (device == "auto" and gpu is not None)
+    work = work_of(settings, shape, gpu_bytes=(gpu.total if gpu else 0) if on_gpu else None)
     return Needs(work, parts_of(work), machine)
 
 
@@ -467,15 +487,8 @@ class Needs:
 
     def impossible(self) -> str | None:
         """Why the training cannot work at all; None if it may."""
-        for on_gpu, room, where in ((True, self.machine.gpu, "the GPU"), (False, self.machine.host, "this machine")):
-            least = floor(self.parts, on_gpu=on_gpu)
-            if room is not None and least > room.total:
-                held = ", ".join(part.name for part in self.parts if floor([part], on_gpu=on_gpu))
-                return (
-                    f"{held} take {readable(least)}, and {where} has {readable(room.total)} in all; what helps: "
-                    f"{self.advice(floor)}"
-                )
-            if room is not None and (reason := self._too_long(room, where, on_gpu=on_gpu)):
+        for on_gpu, room in ((True, self.machine.gpu), (False, self.machine.host)):
+            if room is not None and (reason := self._too_large(room, on_gpu=on_gpu)):
                 return reason
         whole, _ = checkpoint_bytes(self.work)
         if self.machine.disk is not None and whole > self.machine.disk.free:
@@ -485,18 +498,24 @@ class Needs:
             )
         return None
 
-    def _too_long(self, room: Room, where: str, *, on_gpu: bool) -> str | None:
-        """The error if one sequence as long as the settings allow takes clearly more than `where` has."""
-        work = replace(self.work, microbatch=self.work.longest)
-        size = peak(parts_of(work), on_gpu=on_gpu)
-        fits = longest_that_fits(work, room.total, on_gpu=on_gpu)
-        if size <= MARGIN * room.total or work.on_gpu != on_gpu or not fits:  # if no token fits, length does not matter
-            return None
-        key = "max_tokens" if work.sampler is None else "env.max_completion_tokens"
+    def _too_large(self, room: Room, *, on_gpu: bool) -> str:
+        """The error if the fixed parts, or one sequence as long as the settings allow, take clearly more than `room`.
+
+        Empty if they do not.
+        """
+        has = f"{'the GPU' if on_gpu else 'this machine'} has {readable(room.total)} in all"
+        least = floor(self.parts, on_gpu=on_gpu)
+        if least > room.total:
+            held = ", ".join(part.name for part in self.parts if floor([part], on_gpu=on_gpu))
+            return f"{held} take {readable(least)}, and {has}; what helps: {self.advice(floor)}"
+        size = peak(parts_of(replace(self.work, microbatch=self.work.longest)), on_gpu=on_gpu)
+        fits = longest_that_fits(self.work, room.total, on_gpu=on_gpu)
+        if size <= MARGIN * room.total or self.work.on_gpu != on_gpu or not fits:  # if no token fits, length is not it
+            return ""
+        key = "max_tokens" if not self.work.sampler else "env.max_completion_tokens"
         return (
-            f"a sequence of {work.longest} tokens, which is not split, takes {readable(size)} with all else, and "
-            f"{where} has {readable(room.total)} in all: {fits} tokens fit, so lower {key}; what helps too: "
-            f"{self.advice()}"
+            f"a sequence of {self.work.longest} tokens, which is not split, takes {readable(size)} with all else, and "
+            f"{has}: {fits} tokens fit, so lower {key}; what helps too: {self.advice()}"
         )
 
     def check(self, model: str) -> None:
@@ -513,15 +532,16 @@ class Needs:
     @property
     def step_seconds(self) -> tuple[float, float] | None:
         """Fewest and most seconds of a step on this CPU, with completions of full length; None on a GPU and for SFT."""
-        slow, fast = (rate * self.machine.cores for rate in RATES)
-        known = self.work.operations and not self.work.on_gpu
-        return (self.work.operations / fast, self.work.operations / slow) if known else None
+        if self.work.on_gpu or not self.work.operations:
+            return None
+        slow, fast = (self.work.operations / (rate * self.machine.cores) for rate in RATES)
+        return fast, slow
 
     @property
     def pushed_by_disk(self) -> str | None:
         """A warning if shared memory is too small for a push of weights to another process; None if it suffices."""
-        size, room = self.work.pushed_bytes, self.machine.shared
-        if room is None or 2 * size <= room.free:
+        size, room = self.work.shape.parameters * self.work.sampler_number, self.machine.shared
+        if room is None or not self.work.pushes or 2 * size <= room.free:
             return None
         return (
             f"by the disk, which takes longer: weights are {readable(size)}, and {memory_folder()} has "
@@ -542,7 +562,7 @@ class Needs:
         on_gpu = self.work.on_gpu
         now = measure(self.parts, on_gpu=on_gpu)
         saved = [(word, now - measure(parts_of(other), on_gpu=on_gpu)) for word, other in lighter(self.work)]
-        remedies = [f"{word} (saves {readable(size)})" for word, size in saved if size > 0.02 * now]
+        remedies = [f"{word} (saves {readable(size)})" for word, size in saved if size > WORTH_SAVING * now]
         smaller = self._smaller()
         remedies.append("a smaller model" + (f", as model={smaller}" if smaller else ""))
         return ", ".join(remedies + ([] if on_gpu else ["a GPU"]))

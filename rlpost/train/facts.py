@@ -58,7 +58,7 @@ class Seen:
     model: str  # its class, size and device, in words
     writes: str  # the run's folder, and what follows it
     needs: Needs | None = None
-    unsized: str = ""  # what must be converted or downloaded before the needs can be estimated
+    unsized: str = ""  # the model that must be converted or downloaded before the needs can be estimated
     fetches: Sequence[Fetch] = ()  # from the hub
     policy: str = ""  # its engine and where it samples, in words
     reads: str = ""  # how forward passes share a prompt, in words
@@ -130,7 +130,7 @@ class TrainingFacts:
             Fact("writes", seen.writes),
             *map(_fetch, seen.fetches),
             *(needs_facts(seen.needs) if seen.needs else []),
-            *([Fact("memory", f"unknown until {seen.unsized}")] if seen.unsized else []),
+            *([Fact("memory", f"unknown until {seen.unsized} is here")] if seen.unsized else []),
             *(Fact("settings", note=doubt) for doubt in settings.doubts()),
             *(Fact("data", note=note) for note in seen.notes),
         ]
@@ -144,9 +144,11 @@ class TrainingFacts:
         raise NotImplementedError
 
     def loss(self) -> str:
-        """The loss and its KL penalty."""
-        coef = getattr(self.settings.loss, "kl_coef", 0.0)
-        return option_of("loss", type(self.settings.loss)) + (f", KL penalty {coef:g}" if coef else "")
+        """The loss, the estimator of the advantages, and the KL penalty."""
+        settings, coef = self.settings, getattr(self.settings.loss, "kl_coef", 0.0)
+        advantage = getattr(settings, "advantage", None)
+        estimator = f", advantage.estimator={advantage.estimator}" if advantage else ""
+        return option_of("loss", type(settings.loss)) + estimator + (f", KL penalty {coef:g}" if coef else "")
 
 
 class SampledFacts(TrainingFacts):
@@ -202,11 +204,6 @@ class GRPOFacts(SampledFacts):
         correction = loss.sampler_correction or SamplerCorrection.none
         done = "nothing corrects for it" if correction is SamplerCorrection.none else "pi_old / mu corrects for it"
         return f"{done} (loss.sampler_correction={correction.name})"
-
-    def loss(self) -> str:
-        """See `TrainingFacts.loss`; with the estimator of the advantages."""
-        name, _, penalty = super().loss().partition(", ")
-        return ", ".join(filter(None, [name, f"advantage.estimator={self.settings.advantage.estimator}", penalty]))
 
 
 class ExpertIterationFacts(SampledFacts):
@@ -376,10 +373,9 @@ def _turns(env: EnvSettings, tools: ToolsSettings) -> list[Fact]:
 
 def _ranks(cluster: ClusterSettings, count: int) -> list[Fact]:
     """The training processes, and what each holds of the model."""
-    divided = cluster.sharding is Sharding.full
     if count == 1:
-        return [Fact("ranks", "1, among which cluster.sharding=full divides nothing")] if divided else []
-    held = "a part of the model" if divided else "the whole model"
+        return []
+    held = "a part of the model" if cluster.sharding is Sharding.full else "the whole model"
     offload = ", kept in the machine's memory" if cluster.cpu_offload else ""
     return [Fact("ranks", f"{count} train together, each holds {held}{offload}")]
 
@@ -411,11 +407,11 @@ def needs_facts(needs: Needs) -> list[Fact]:
     facts = [Fact("memory", needs.memory_text(on_gpu=True))] if needs.work.on_gpu else []
     facts += [Fact("memory", needs.memory_text(on_gpu=False)), Fact("disk", needs.disk_text)]
     if (pushes := needs.pushed_by_disk) is not None:
-        facts.append(Fact("push", f"{pushes}: {MORE_SHARED}"))
+        facts.append(Fact("push", note=f"weights are pushed {pushes}: {MORE_SHARED}"))
     if (seconds := needs.step_seconds) is not None and seconds[1] >= 1:
         facts.append(Fact("time", needs.time_text(*seconds)))
     if (reason := needs.impossible()) is not None:
         return [*facts, Fact("fits", f"no: {reason}")]
     if needs.may_not_fit:
-        facts.append(Fact("memory", f"may not suffice; ways to need less: {needs.advice()}"))
+        facts.append(Fact("memory", note=f"memory may not suffice; ways to need less: {needs.advice()}"))
     return facts

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,20 +51,10 @@ def gate_of(
     """
     if not (settings.enabled and isinstance(engine, ModelPolicySettings)):
         return None
-    objective: Any = ranks.own.objective
-
-    def alarm(action: GateAlarm, text: str) -> None:
-        corrects = getattr(objective, "sampler_correction", "") != "none"
-        if action is GateAlarm.correct and not corrects and not getattr(objective, "ratio_to_sampler", False):
-            objective.sampler_correction = SamplerCorrection.tis_token.name
-            ranks.share_objective()  # the other ranks correct too
-            text += "; going on with loss.sampler_correction=tis_token"
-        screen.note(text)
-
     screen.phase("checking", "the sampler")
     dtypes = (model.dtype, model.autocast, getattr(engine, "dtype", DType.float32))
     exact = dtypes == (DType.float32, Autocast.none, DType.float32)
-    gate = Gate(settings, policy, ranks, ranks.own.model, alarm, exact=exact)
+    gate = Gate(settings, policy, ranks, screen.note, exact=exact)
     gate.begin()
     return gate.pushed
 
@@ -92,21 +82,17 @@ TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.4, 1.6, 2.0)
 
 
 class Gate:
-    """Watches one run's sampler. At an alarm raises PolicyError, or calls `act` with `gate.on_alarm` and the reason."""
+    """Watches one run's sampler. At an alarm raises PolicyError, or shows the reason with `note`; see `gate.on_alarm`.
+
+    `exact`: both sides compute in float32.
+    """
 
     def __init__(
-        self,
-        settings: GateSettings,
-        policy: Policy,
-        ranks: Ranks,
-        model: Any,
-        act: Callable[[GateAlarm, str], None],
-        *,
-        exact: bool = False,  # both sides compute in float32
+        self, settings: GateSettings, policy: Policy, ranks: Ranks, note: Callable[[str], None], *, exact: bool = False
     ) -> None:
         self.every, self.on_alarm = settings.every, settings.on_alarm
-        self.policy, self.ranks, self.model = policy, ranks, model
-        self._act, self._exact = act, exact
+        self.policy, self.ranks = policy, ranks
+        self._note, self._exact = note, exact
         self.bound = float("inf")
         self.alarms: list[Disagreement] = []
         self._few: list[str] | None = None  # the engine's names of the weights compared after each push
@@ -117,7 +103,7 @@ class Gate:
         rows, found = self.probe()
         fault: Disagreement | None = self.compare_weights(None)
         if fault is None and found.gap > FLOOR:
-            looks_like = fault_of(rows, found, self._read, self._temperature, self._bos)
+            looks_like = self._fault_of(rows, found)
             explained_wholly = looks_like not in (Disagreement.format, Disagreement.unknown, Disagreement.filtered)
             if found.gap > (FLOOR if self._exact else WRONG_AT_START) or explained_wholly:
                 fault = looks_like
@@ -138,7 +124,7 @@ class Gate:
         rows, found = self.probe()
         fault = self.compare_weights(None)
         if fault is None and found.gap > self.bound:
-            fault = fault_of(rows, found, self._read, self._temperature, self._bos)
+            fault = self._fault_of(rows, found)
             if fault in (Disagreement.format, Disagreement.unknown) and found.gap < ROUNDING:
                 log.info(
                     "the gap is %.2g nats a token after step %d, as a model that changes may round", found.gap, step
@@ -171,7 +157,7 @@ class Gate:
             for request, completion in zip(requests, completions, strict=True)
             if completion.token_ids
         ]
-        return rows, Differences.of(rows, self._read(rows, self._temperature))
+        return rows, Differences.of(rows, self._read(rows, policy.sampling.temperature))
 
     def _prompts(self) -> list[list[int]]:
         continuation = self.policy.continuation
@@ -185,20 +171,16 @@ class Gate:
     def _read(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
         return self.ranks.read_log_probs(rows, temperature=temperature)
 
-    @property
-    def _temperature(self) -> float:
-        return self.policy.sampling.temperature
-
-    @property
-    def _bos(self) -> int | None:
-        return self.policy.tokenizer.bos_token_id
+    def _fault_of(self, rows: Sequence[Row], found: Differences) -> Disagreement:
+        temperature, bos = self.policy.sampling.temperature, self.policy.tokenizer.bos_token_id
+        return fault_of(rows, found, self._read, temperature, bos)
 
     def compare_weights(self, names: list[str] | None) -> Disagreement | None:
         """The fault of the engines' weights, all or those of `names`; None if all agree or no engine has sums."""
         engines = {} if self.policy.shares_weights else self.policy.weight_sums(names)
         if not engines:
             return None
-        weights: Mapping[str, torch.Tensor] = named_weights(self.model)
+        weights: Mapping[str, torch.Tensor] = named_weights(self.ranks.own.model)
         faults: list[Disagreement | None] = []
         compared_with: list[tuple[EngineSums, tuple[list[str], int]]] = []  # most engines have the same sums
         for number, sums in engines.items():
@@ -225,8 +207,14 @@ class Gate:
             raise PolicyError(
                 f"{text}; gate.on_alarm=correct goes on with a correction, gate.enabled=false without a look"
             )
+        objective: Any = self.ranks.own.objective
+        is_open = getattr(objective, "sampler_correction", "") == "none"
+        if self.on_alarm is GateAlarm.correct and is_open and not getattr(objective, "ratio_to_sampler", False):
+            objective.sampler_correction = SamplerCorrection.tis_token.name
+            self.ranks.share_objective()  # the other ranks correct too
+            text += "; going on with loss.sampler_correction=tis_token"
         log.warning("%s", text)
-        self._act(self.on_alarm, text)
+        self._note(text)
 
 
 class Disagreement(Enum):
@@ -243,7 +231,7 @@ class Disagreement(Enum):
     shifted = "the log-probs are those of the tokens beside: the mask of what was sampled is shifted"
     format = "the formats of sampler and trainer differ by more than at the start"
     version = "the sampler's version is not that of the last push"
-    unknown = "the cause is not known"
+    unknown = "the cause is not known; policy=transformers samples from the trainer's own weights"
 
 
 @dataclass(frozen=True)
@@ -270,9 +258,8 @@ class Differences:
 def fault_of(rows: Sequence[Row], found: Differences, read: Read, temperature: float, bos: int | None) -> Disagreement:
     """The fault that explains the differences of a probe whose weights agree."""
     enough = EXPLAINED * found.gap
-    for shift in (1, -1):
-        if _shifted_gap(rows, found, shift) < enough:
-            return Disagreement.shifted
+    if min(_gaps_to_neighbours(found)) < enough:
+        return Disagreement.shifted
     for other in TEMPERATURES:
         if other != temperature and Differences.of(rows, read(rows, other)).gap < enough:
             return Disagreement.temperature
@@ -302,33 +289,24 @@ def fault_of_weights(differing: Sequence[str], compared: int, moved: bool | None
     return Disagreement.half if arrived else Disagreement.stale
 
 
-def _shifted_gap(rows: Sequence[Row], found: Differences, shift: int) -> float:
-    """The gap if each token's log-prob is compared with that of the token beside it in its row."""
-    gaps: list[torch.Tensor] = []
-    begin = 0
-    for row in rows:
-        end = begin + row.num_trained
-        sampler, trainer = found.sampler[begin:end], found.trainer[begin:end]
-        begin = end
-        if len(sampler) > 1:
-            pair = (sampler[1:], trainer[:-1]) if shift > 0 else (sampler[:-1], trainer[1:])
-            gaps.append((pair[0] - pair[1]).abs())
-    return torch.cat(gaps).mean().item() if gaps else float("inf")
+def _gaps_to_neighbours(found: Differences) -> tuple[float, float]:
+    """The gap if each token's log-prob is compared with that of the token before it, and of the token behind it.
+
+    The few pairs across two rows make no difference.
+    """
+    sampler, trainer = found.sampler, found.trainer
+    before, behind = sampler[1:] - trainer[:-1], sampler[:-1] - trainer[1:]
+    return before.abs().mean().item(), behind.abs().mean().item()
 
 
 def _begun_otherwise(rows: Sequence[Row], bos: int | None) -> list[list[Row]]:
     """The rows with one more bos in front, and, if all of them begin with bos, with one less."""
     if bos is None:
         return []
-    more = [_with_prompt(row, torch.cat([torch.tensor([bos]), row.prompt])) for row in rows]
-    fewer = [
-        _with_prompt(row, row.prompt[1:]) for row in rows if row.prompt[:1].tolist() == [bos] and len(row.prompt) > 1
-    ]
-    return [more, *([fewer] if len(fewer) == len(rows) else [])]
-
-
-def _with_prompt(row: Row, prompt: torch.Tensor) -> Row:
-    return Row(prompt, row.response, row.sampled, row.sampler_log_probs, 0.0)
+    ways = [[replace(row, prompt=torch.cat([torch.tensor([bos]), row.prompt])) for row in rows]]
+    if all(len(row.prompt) > 1 and row.prompt[0] == bos for row in rows):
+        ways.append([replace(row, prompt=row.prompt[1:]) for row in rows])
+    return ways
 
 
 def _spread(names: list[str]) -> list[str]:

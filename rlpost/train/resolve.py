@@ -262,7 +262,7 @@ class _Resolving(Generic[S]):
     def size_engine(self, shape: Shape, gpu: Room, part: int) -> None:
         """Choose the KV cache for a `part`-th of the completions in flight, and vLLM's share of the GPU."""
         env, policy = self.settings.env, self.settings.policy
-        number = work_of(self.settings, shape, gpu_bytes=gpu.total).sampler_bytes
+        number = work_of(self.settings, shape, gpu_bytes=gpu.total).sampler_number
         usual, longest = (env.longest_conversation(prompt) for prompt in (COMMON_PROMPT, env.max_prompt_tokens))
         count, each = ceil(policy.max_num_seqs / part), shape.kv_bytes(number)
         cache = max(count * conversation_bytes(usual, each), conversation_bytes(longest, each)) / 1e9

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from rlpost.config.paths import newest_checkpoint, step_of
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
 from rlpost.estimate.machine import ranks_started
-from rlpost.estimate.needs import Machine, Needs, engines_beside, needs_of, share_beside
+from rlpost.estimate.needs import Machine, Needs, needs_of, share_beside
 from rlpost.estimate.shape import parameters_text
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.families import explain
@@ -157,6 +157,8 @@ class Run(Generic[S, P]):
     Its `watchers` see what the loop does, in the order of their list.
     """
 
+    step_class = Step  # of the steps that it makes
+
     def __init__(self, settings: S, request: RunRequest) -> None:
         self.settings = settings
         self.request = request
@@ -222,7 +224,6 @@ class Run(Generic[S, P]):
         keep_freed_memory()
         torch.manual_seed(self.settings.seed)
         compute_deterministically(self.settings.deterministic)
-        self.signals.catch()
         checkpoint = self.folder.resume_from
         self.is_resumed = checkpoint is not None
         changes, needs = self._resolve(checkpoint)
@@ -232,7 +233,7 @@ class Run(Generic[S, P]):
         self._opened.push(self._end)  # once all that is opened below is closed
         with self.screen.waiting(self.settings.waits_for), output_into(self.folder.path / "log.txt"):
             self.ranks = self._opened.enter_context(self._joined(checkpoint))
-            leave_room(self._share_beside, pick_device(self.settings.model.device))
+            leave_room(share_beside(self.settings), pick_device(self.settings.model.device))
             self.parts = parts = assemble(self.settings, checkpoint)
             self._opened.enter_context(parts.opened)
             self.folder.keep(data=parts.data)
@@ -264,24 +265,16 @@ class Run(Generic[S, P]):
             self._check_push = gate_of(own.gate, own.policy, own.model, policy, self.ranks, self.screen)
         return parts
 
-    @property
-    def _share_beside(self) -> float:
-        """The share of this rank's GPU that engines of other processes hold while the model learns."""
-        settings, sampler = self.settings, self.settings.sampler
-        if sampler is None:
-            return 0.0
-        return share_beside(sampler, engines_beside(settings), elsewhere=settings.elsewhere != "")
-
     def steps(self) -> Iterator[Step]:
         """The steps still to do, until the last or until a signal requests to stop."""
         self.signals.steps_begin()
-        frees = getattr(self.settings.policy, "sleep", False) or bool(self._share_beside)
+        frees = getattr(self.settings.policy, "sleep", False) or bool(share_beside(self.settings))
         while self.progress.step < self.total_steps and not self.signals.stopping:
             number = self.progress.step + 1
             if number == self.request.stops_after:
                 self.signals.exit_code = STOPPED_BY[signal.SIGTERM]  # once it is done
             self.screen.begin_step()
-            self.step = Step(
+            self.step = self.step_class(
                 number,
                 self.total_steps,
                 self.ranks,
@@ -379,7 +372,7 @@ class Run(Generic[S, P]):
         if needs is not None:
             needs.check(model.path)
             for fact in needs_facts(needs) if needs.may_not_fit else ():  # now: loading may be as far as it gets
-                self.screen.line(str(fact))
+                self.screen.line(str(fact) if fact.value else fact.note)
         return changes, needs
 
     def _seen(self, needs: Needs | None) -> Seen:

@@ -39,6 +39,7 @@ def run(
     `assemble` gets the folder of the checkpoint from which the run resumes, or None.
     """
     with Run[S, P](settings, request) as training:
+        training.signals.catch()
         parts = training.load(assemble, watchers_of)
         try:
             learn(training, parts)

@@ -101,7 +101,7 @@ VISIBLE = {
         env tst x
         env test gsm8k steps=3
         reward new mine.py
-        info please
+        doctor --machine please
         help
         -V
         trian grpo

@@ -137,8 +137,7 @@ def test_gguf_without_a_template_is_refused_before_it_is_converted(rlpost: Comma
 @pytest.mark.parametrize(
     ("config", "reason", "code"),
     [
-        ({"model_type": "falcon_mamba"}, "state-space", 0),
-        ({"head_dim": 48}, "48 numbers", 0),
+        ({"model_type": "lfm2"}, "other log-probs", 0),
         ({"model_type": "no_such_model"}, "no_such_model", 2),
     ],
 )

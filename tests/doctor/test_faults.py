@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpost.cli.main import run
-from rlpost.doctor import examine
 from tests.envs.own_rows import write_rows
 from tests.says import Says
 
@@ -99,12 +98,6 @@ def config(**values: Any) -> Make:
     return edited(json_values("config.json", **values))
 
 
-def coarse(held: dict[str, torch.Tensor]) -> None:
-    """Weights so large that bfloat16 rounds log-probs by tenths of a nat."""
-    for name, weight in held.items():
-        weight *= 60 if "embed" in name else 30 if "proj" in name else 1
-
-
 def nan(held: dict[str, torch.Tensor]) -> None:
     next(iter(held.values()))[0] = float("nan")
 
@@ -137,7 +130,7 @@ FAULTS = {
         [*DATASET, "eval.enabled=false", "env.held_out=0"], "takes some of them twice a step", 0, rows(ROWS[:5])
     ),
     # rewards
-    "a constant": Case(MINE, "replies earn alike", make=reward("return [1.0] * len(completions)")),
+    "a constant": Case(MINE, "does not tell them apart", make=reward("return [1.0] * len(completions)")),
     "one that raises": Case(MINE, "KeyError", make=reward("raise KeyError('answers')")),
     "one that hangs": Case([*MINE, "env.reward_timeout_seconds=1"], "mine.py:score", make=reward("time.sleep(60)")),
     "NaN": Case(MINE, "nan", make=reward("return [float('nan')] * len(completions)")),
@@ -164,11 +157,11 @@ FAULTS = {
     # settings
     "a rate that destroys": Case([*TINY, *SUMS, "optim.lr=0.5"], "unusually high", 0),
     "a warm-up without an end": Case([*TINY, *SUMS, "steps=5", "optim.warmup_steps=1000"], "gets to 1e-07", 0),
-    "every answer cut": Case([*LONG_SUMS, "env.max_completion_tokens=1", "seed=3"], "all 32 are truncated", 0),
+    "every answer cut": Case([*LONG_SUMS, "env.max_completion_tokens=1", "seed=3"], "32 of 32 are truncated", 0),
     "no spread": Case([*LONG_SUMS, "env.max_completion_tokens=2"], "rewards differ in none of 8 groups", 0),
     # demonstrations
     "nobody answers": Case(SFT, "row 1", make=rows([{"messages": chat["messages"][:1]} for chat in CHATS]), verb="sft"),
-    "rows that are cut": Case([*SFT, "max_tokens=16"], "raise max_tokens", make=rows(CHATS), verb="sft"),
+    "rows that are cut": Case([*SFT, "max_tokens=16"], "more than max_tokens=16", make=rows(CHATS), verb="sft"),
 }
 
 
@@ -196,11 +189,13 @@ def test_a_good_training_has_no_error_and_nothing_is_kept(
     assert run(["doctor", verb, *words, *SUMS, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["training"] == verb
-    assert (told["error"], told["warning"]) == (0, 1 if verb == "grpo" else 0)  # a random model seldom ends a turn
+    warned = [finding["about"] for finding in told["findings"] if finding["level"] == "warning"]
+    assert told["error"] == 0
+    assert warned == ["eval", "completions"][: told["warning"]]  # few are held out; a random model seldom ends a turn
     about = [finding["about"] for finding in told["findings"]]
-    common = ["rate", "template", "mask", "memory", "disk", "precision", "reading", "learning"]
-    own = ["rows", "seed", "held out", "gold", "lengths", "completions", "masked", "groups", "sampler", "push"]
-    assert sorted(about) == sorted([*common, "time", *(own if verb == "grpo" else [])])
+    common = ["rate", "template", "memory", "disk", "precision", "eval", "learning", "time"]
+    own = ["rows", "gold", "completions", "groups", "sampler", "push"] if verb == "grpo" else ["tokens"]
+    assert sorted(about) == sorted([*common, *own])
     assert all(finding["fix"] for finding in told["findings"] if finding["level"] == "warning")
     assert not list(tmp_path.iterdir())
 
@@ -208,46 +203,3 @@ def test_a_good_training_has_no_error_and_nothing_is_kept(
 def test_another_training_is_refused(capfd: pytest.CaptureFixture[str], says: Says) -> None:
     assert run(["doctor", "expert-iteration"]) == 2
     says("doctor", capfd.readouterr().err)
-
-
-def test_bfloat16_rounding_is_no_fault_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    weights(coarse)(tmp_path)
-    words = ["doctor", *OWN[:2], "model.autocast=bfloat16", "env.digits=1", "env.max_completion_tokens=1"]
-    assert run(words) == 0
-    assert "ok       reading: " in capfd.readouterr().out
-    monkeypatch.setattr(examine, "LARGE_LOGIT", 0.1)
-    assert run(words) == 0
-    [line] = [line for line in capfd.readouterr().out.splitlines() if " reading: " in line]
-    assert line.startswith("warning ")
-    assert line.endswith("model.autocast=none")
-
-
-AGAIN = """
-from dataclasses import dataclass
-import rlpost
-from rlpost.envs.arithmetic import ArithmeticEnv
-from rlpost.settings import ArithmeticSettings
-
-@dataclass
-class AgainSettings(ArithmeticSettings):
-    max_turns: int = 2
-
-class Again(ArithmeticEnv):
-    def next_message(self, conversation):
-        return "Sure?"
-
-rlpost.register_env("again", AgainSettings, Again.of)
-"""
-
-
-def test_the_share_of_masked_tokens_is_a_finding(capfd: pytest.CaptureFixture[str], says: Says) -> None:
-    Path("again.py").write_text(AGAIN)
-    words = ["model=tiny", "policy=scripted", "policy.replies=[4,5]", "env=again", "plugin=./again.py", "env.digits=1"]
-    run(["doctor", *words])
-    # 32 completions of two replies of 2 tokens, "4<|im_end|>"; between them "\n<|im_start|>user\nSure?<|im_end|>\n" has
-    # 1 + 6 + 5 + 1 + 1 = 14 tokens, "<|im_start|>assistant\n" 11
-    [line] = [line for line in capfd.readouterr().out.splitlines() if " masked: " in line]
-    assert f"({32 * (14 + 11)} of {32 * (4 + 14 + 11)})" in line
-    says("doctor", line)

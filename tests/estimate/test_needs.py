@@ -69,8 +69,7 @@ def test_full_training_holds_weights_gradients_and_two_moments() -> None:
     found = parts(*FLOAT32)
     assert (found["weights"], found["gradients"], found["moments"]) == (4000, 4000, 8000)
     assert "reference" not in found
-    eight_bit = parts_of(replace(work(*FLOAT32), eight_bit=True))
-    assert {part.name: part.bytes for part in eight_bit}["moments"] == 2000
+    assert parts(*FLOAT32, "optim=adamw_8bit")["moments"] == 2000
 
 
 def test_a_kl_penalty_keeps_the_starting_weights() -> None:
@@ -165,7 +164,7 @@ def test_what_may_not_fit_is_said_and_not_refused(says: Says) -> None:
     least = floor(parts_of(work(*FLOAT32, shape=SMOLLM2)), on_gpu=False)
     tight = needs(*FLOAT32, shape=SMOLLM2, host=least + GB // 10)
     tight.check("smollm2")
-    says("train", needs_facts(tight)[-1])
+    says("train", needs_facts(tight)[-1].note)
     assert tight.as_dict()["fits"] == "maybe"
     assert needs(*FLOAT32, shape=SMOLLM2, host=64 * GB).as_dict()["fits"] == "yes"
 

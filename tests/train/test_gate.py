@@ -61,7 +61,7 @@ def shared() -> Iterator[tuple[GRPOParts, Ranks]]:
 
 
 def gate_of(parts: GRPOParts, ranks: Ranks) -> Gate:
-    return Gate(GateSettings(), parts.policy, ranks, parts.model, lambda action, text: None)
+    return Gate(GateSettings(), parts.policy, ranks, lambda text: None)
 
 
 # What the sampler may do to the log-probs of what it drew
@@ -178,7 +178,7 @@ def test_fault_at_the_start_is_an_alarm(
     told: list[str] = []
     changed: Any = Changed(parts.policy, change)
     settings = GateSettings(on_alarm=GateAlarm.warn)
-    gate = Gate(settings, changed, ranks, parts.model, lambda action, text: told.append(text), exact=exact)
+    gate = Gate(settings, changed, ranks, told.append, exact=exact)
     gate.begin()
     assert gate.alarms == [] if fault is None else fault in gate.alarms
     assert len(told) == len(gate.alarms)

@@ -14,7 +14,7 @@ from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.estimate.machine import Device, Room
-from rlpost.estimate.needs import engines_beside, share_beside
+from rlpost.estimate.needs import share_beside
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
 from rlpost.settings import Engine, SamplerCorrection
 from rlpost.train.resolve import CORRECTION, DAY, LAG, in_yaml, resolve
@@ -99,7 +99,7 @@ def test_engine_without_a_trainer_has_its_gpu() -> None:
 def test_share_of_engines_in_other_processes_is_left_to_them() -> None:
     def share(*words: str) -> float:
         settings = compose(TRAIN_GRPO, ["policy=vllm", "policy.gpu_memory_utilization=0.3", *words]).settings
-        return share_beside(settings.policy, engines_beside(settings), elsewhere=settings.elsewhere != "")
+        return share_beside(settings)
 
     assert share() == 0  # in this process one allocator serves both
     assert share("policy.engine=own_process") == 0.3

@@ -1,4 +1,4 @@
-"""`rlpost cluster check`: nodes, versions and the speed of a push; addresses that do not answer."""
+"""The nodes of a Ray cluster, as `rlpost doctor cluster=ray` sees them: versions, speed, addresses without answer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def test_versions_that_differ_and_nodes_that_do_not_answer_are_told(says: Says) 
     gone = NodeReport("d", "10.0.0.4", False)
     found = differences([fit, other, silent, gone], HERE)
     assert [line.split()[0] for line in found] == ["c", "b", "b"]
-    says("cluster", "\n".join(found))
+    says("doctor", "\n".join(found))
     assert versions()["python"].startswith("3.")
 
 
 @pytest.mark.ray
-def test_an_address_that_does_not_answer_is_named(rlpost: CommandLine) -> None:
+def test_an_address_that_does_not_answer_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        rlpost(f"cluster check {address} --seconds 1", 5)
-    assert address in rlpost.err
+        with pytest.raises(PolicyError, match=address):
+            connect(address, seconds=1)
 
 
 @pytest.mark.ray
@@ -47,12 +47,13 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.ray
-def test_a_cluster_of_this_machine_is_fit(rlpost: CommandLine) -> None:
-    told = rlpost.json("cluster check local --mb 1")
-    [node] = told["nodes"]
-    assert (node["alive"], told["problems"]) == (True, [])
-    assert node["versions"] == versions()
-    assert node["seconds"] < 60
+def test_a_cluster_of_this_machine_is_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "cluster=ray cluster.address=local model=tiny policy=transformers env.digits=1 env.max_completion_tokens=8"
+    told = CommandLine(capsys).json(f"doctor {words}")
+    node, cluster = told["findings"][:2]
+    assert (node["level"], node["about"], cluster["about"]) == ("ok", "node", "cluster")
+    assert "reads 100 MB in " in node["text"]
+    assert (told["error"], told["findings"][-1]["about"]) == (0, "time")
 
 
 @pytest.mark.ray
