@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import typer
 
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, TRAIN_SFT, Command
-from rlpost.config import comments, schema
+from rlpost.config import schema
 from rlpost.config.paths import RUNS, SWEEP_FILE, evaluation_names, is_run_folder
 from rlpost.errors import RlpostError
 from rlpost.settings.base import MISSING
@@ -100,7 +100,7 @@ def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
     """A key or a group; then a verb and its settings."""
     if _words(ctx):
         return _settings(TRAIN_GRPO, ctx, incomplete)
-    keys = {name: about for command in COMMANDS for name, (_, about) in comments.meanings(command).items()}
+    keys = {name: about for command in COMMANDS for name, (_, about) in schema.meanings(command).items()}
     return _answers(ctx, keys | dict.fromkeys(CHOICES, "a group"), incomplete)
 
 
@@ -143,9 +143,9 @@ def complete_env_settings(ctx: typer.Context, incomplete: str) -> Answers:
 def setting_candidates(command: Command[Any], typed: str) -> dict[str, str]:
     """The settings of `command` that begin with `typed`, each with its meaning; keys of every option are offered."""
     name, equals, _ = typed.partition("=")
-    keys, groups = comments.meanings(command), schema.groups_of(command.settings)
+    keys, groups = schema.meanings(command), schema.groups_of(command.settings)
     if not equals:
-        docs = comments.docs_of(command.settings)
+        docs = schema.docs_of(command.settings)
         about = {group: docs.get(group, "") for group in groups} | {"recipe": "a file of settings"}
         about |= {key: meaning for key, (_, meaning) in keys.items()}
         names = [key for key in about if key.startswith(typed)]
@@ -153,7 +153,7 @@ def setting_candidates(command: Command[Any], typed: str) -> dict[str, str]:
         values = setting_candidates(command, f"{names[0]}=") if len(names) == 1 else {}
         return {f"{key}=": about[key] for key in names} | values
     if name in groups:
-        found = {option: comments.describe(name, option) for option in schema.options(name, command)}
+        found = {option: schema.describe(name, option) for option in schema.options(name, command)}
         found |= {f"{RUNS}/{run}": "a run" for run in run_names()} if name == "model" else {}
     elif name == "recipe":
         found = _recipes(command)
@@ -182,7 +182,7 @@ def _values(key: schema.Key) -> dict[str, str]:
 def _recipes(command: Command[Any] | None = None) -> dict[str, str]:
     """The recipes, or those of one command, each with its description."""
     return {
-        name: comments.description(file)
+        name: schema.description(file)
         for name, file in schema.recipes().items()
         if command is None or schema.read_yaml(file).get("command") == command.verb
     }
@@ -190,7 +190,7 @@ def _recipes(command: Command[Any] | None = None) -> dict[str, str]:
 
 def _options(group: str) -> dict[str, str]:
     """The options of a group, each with its description."""
-    return {name: comments.describe(group, name) for name in schema.options(group)}
+    return {name: schema.describe(group, name) for name in schema.options(group)}
 
 
 def _settings(command: Command[Any], ctx: typer.Context, incomplete: str, *, within: str = "") -> Answers:

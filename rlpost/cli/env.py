@@ -25,8 +25,7 @@ from rlpost.cli.completion import complete_env, complete_env_settings
 from rlpost.cli.terminal import output_width, paragraph, print_json, print_lines, stdout_on_stderr
 from rlpost.cli.usage import App, AsJson
 from rlpost.cli.views import table
-from rlpost.config.comments import describe, docs_of
-from rlpost.config.schema import as_text, options
+from rlpost.config.schema import as_text, class_of, describe, options
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
 from rlpost.settings import EnvSettings
@@ -74,15 +73,14 @@ def list_envs(words: Plugins = None, as_json: AsJson = False) -> None:
 def show(name: Name, words: Plugins = None, as_json: AsJson = False) -> None:
     """Print what an environment is and its settings: type, default, meaning."""
     from rlpost.config.compose import merge_all
-    from rlpost.config.explain import owner_of, value_of
+    from rlpost.config.explain import value_of
 
     _take_plugins(words or [], "show")
     merged = merge_all(TRAIN_GRPO, [f"env={name}"])
     keys = [key for key in merged.keys if key.name.startswith("env.")]
     values = {key.name: value_of(merged, key.name) for key in keys}
-    settings = owner_of(merged, "env.split")
-    about, docs = inspect.getdoc(settings) or "", docs_of(settings)
-    meanings = {key.name: docs.get(key.name.removeprefix("env."), "") for key in keys}
+    about = inspect.getdoc(class_of("env", name)) or ""
+    meanings = {key.name: key.doc for key in keys}
     if as_json:
         described = [
             {

@@ -5,8 +5,7 @@ A mix of environments is composed source by source, each with the rules for `env
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -22,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from rlpost.catalog import CHOICES, COMMANDS, TRAIN_SFT, Command, S
+from rlpost.catalog import CHOICES, TRAIN_SFT, Command, S
 from rlpost.config import schema
 from rlpost.config.code import check_code, check_origin
 from rlpost.config.overrides import (
@@ -142,7 +141,7 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     mixes = bool(sources) and not command.rows
     needed = "env.reward" not in command.optional or mixes or getattr(own.eval, "accuracy", False)
     if needed and not all(each.scores for each in environments_of(env)):
-        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost reward list prints")
+        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost config list reward prints")
     content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
     groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
     yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))
@@ -164,7 +163,7 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     groups = schema.groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
     wrong = [override for override in chosen if override.text not in schema.options(override.key, command)]
-    config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen if o not in wrong})
+    config, choices = _compose_files(command, {o.key: o.text for o in chosen if o not in wrong})
     classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in choices}
     keys = schema.keys_under(command, classes)
     unclear = tuple(f"{override.key}." for override in wrong)  # settings of options that cannot be chosen
@@ -202,18 +201,6 @@ def expand(command: Command[Any], given: list[Override], kept: Sequence[Override
         if reason := names_code(override):
             raise error_at(override, reason)
     return overrides
-
-
-@contextmanager
-def files_of_conf(command: Command[Any], chosen: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Hydra, ready to read the files of conf/: the name of the root and the words for `chosen`."""
-    _store_schemas()
-    first, *others = (str(folder) for folder in schema.search_folders("conf"))
-    quoted = [folder.replace("\\", "\\\\").replace('"', '\\"') for folder in others]
-    searched = ",".join(f'"file://{folder}"' for folder in quoted)
-    with initialize_config_dir(config_dir=first, version_base="1.3"):
-        choices = [f"{group}={option}" for group, option in chosen.items()]
-        yield f"{command.name}_root", [f"hydra.searchpath=[{searched}]", *choices]
 
 
 # Sources of a mix of environments
@@ -290,24 +277,27 @@ def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dic
 # From files and words to one configuration
 
 
-def _compose_files(
-    command: Command[Any], groups: Sequence[str], chosen: Mapping[str, str]
-) -> tuple[DictConfig, dict[str, str]]:
+def _compose_files(command: Command[Any], chosen: Mapping[str, str]) -> tuple[DictConfig, dict[str, str]]:
     """The files of conf/ under the chosen options, typed by their schemas, and every group's option."""
+    offered = tuple((group, name, row.settings) for group, rows in CHOICES.items() for name, row in rows.items())
     found = [file for folder in schema.search_folders("conf") for file in folder.rglob("*.yaml") if file.is_file()]
     files = tuple((file, file.read_bytes()) for file in found)
-    config, choices = _composed(command, tuple(groups), tuple(chosen.items()), _offered(), files)
+    config, choices = _composed(command, tuple(chosen.items()), offered, files)
     return deepcopy(config), dict(choices)
 
 
 @lru_cache(maxsize=64)  # Hydra takes 0.1 s, and sweeps, mixes and explanations ask for the same again and again
-def _composed(
-    command: Command[Any], groups: tuple[str, ...], chosen: tuple[tuple[str, str], ...], *_: Any
-) -> tuple[DictConfig, dict[str, str]]:
+def _composed(command: Command[Any], chosen: tuple[tuple[str, str], ...], *_: Any) -> tuple[DictConfig, dict[str, str]]:
     """See `_compose_files`. The last two arguments are part of the cache's key alone: Hydra reads them itself."""
+    groups = schema.groups_of(command.settings)
+    _store_schemas(command, schema.default_choices(command) | dict(chosen))
+    first, *others = (str(folder) for folder in schema.search_folders("conf"))
+    quoted = [folder.replace("\\", "\\\\").replace('"', '\\"') for folder in others]
+    searched = ",".join(f'"file://{folder}"' for folder in quoted)
+    words = [f"hydra.searchpath=[{searched}]", *(f"{group}={option}" for group, option in chosen)]
     try:
-        with files_of_conf(command, dict(chosen)) as (root, words):
-            config = hydra_compose(root, words, return_hydra_config=True)
+        with initialize_config_dir(config_dir=first, version_base="1.3"):
+            config = hydra_compose(f"{command.name}_root", words, return_hydra_config=True)
         choices = {group: str(config.hydra.runtime.choices[group]) for group in groups}
     except (HydraException, *YAML_ERRORS, RecursionError) as error:  # RecursionError: a file that includes itself
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
@@ -325,43 +315,28 @@ def _composed(
     return config, choices
 
 
-def _store_schemas() -> None:
-    """Store the settings classes where YAML files can name them, and the options that no file of conf/ describes.
+def _store_schemas(command: Command[Any], choices: Mapping[str, str]) -> None:
+    """Store the settings classes that `command` under `choices` needs where YAML files can name them.
 
-    The root of each command is a node of its own: Hydra looks for the primary file in one folder
-    only, and this node includes conf/COMMAND.yaml, the user's or the built-in, or holds the defaults itself.
+    An option that no file of conf/ describes is stored too. The root of the command is a node of its own: Hydra looks
+    for the primary file in one folder only, and this node includes conf/COMMAND.yaml, the user's or the built-in, or
+    holds the defaults itself.
     """
-    offered = _offered()
-    names = [*(command.name for command in COMMANDS), *(f"{group}/{name}" for group, name, _ in offered)]
-    _store(tuple(COMMANDS), offered, frozenset(name for name in names if schema.conf_file(name) is not None))
-
-
-def _offered() -> tuple[tuple[str, str, type], ...]:
-    """Every option that is a row of the catalogue: its group, its name and its settings class."""
-    return tuple((group, name, row.cls) for group, rows in CHOICES.items() for name, row in rows.items())
-
-
-@lru_cache(maxsize=1)  # files and options rarely change between two calls
-def _store(
-    commands: tuple[Command[Any], ...], offered: tuple[tuple[str, str, type], ...], described: frozenset[str]
-) -> None:
-    """Store the options of every group, and a root for each command; a file of conf/ describes those in `described`."""
     store = ConfigStore.instance()
     # Hydra copies all of it in each call, for half of the time that it takes; it copies what it gives from it anyway
     vars(store)["__deepcopy__"] = lambda memo: store
-    for command in commands:
-        stored = schema.schema_name(command.name)
-        own = [stored, *({group: option} for group, option in command.choices.items())]
-        first = [command.name] if command.name in described else own
-        store.store(name=f"{command.name}_root", node={"defaults": [*first, "_self_"]})
-        store.store(name=stored, node=command.settings)
-    for group in CHOICES:
+    own = schema.schema_name(command.name)
+    defaults = [own, *({group: option} for group, option in command.choices.items())]
+    first = defaults if schema.conf_file(command.name) is None else [command.name]
+    store.store(name=f"{command.name}_root", node={"defaults": [*first, "_self_"]})
+    store.store(name=own, node=command.settings)
+    for group in schema.groups_of(command.settings):
         store.repo.pop(group, None)  # Hydra would merge a new file with a stored option of the same name
-    for group, name, kind in offered:
-        stored = schema.schema_name(name)
-        store.store(group=group, name=stored, node=kind)
-        if f"{group}/{name}" not in described:
-            store.store(group=group, name=name, node={"defaults": [stored, "_self_"]})
+        _, row = schema.made_of(group, choices.get(group, ""))
+        for name in [row] if row else CHOICES[group]:  # a file that names no row may lead to any
+            store.store(group=group, name=schema.schema_name(name), node=CHOICES[group][name].cls)
+            if schema.conf_file(f"{group}/{name}") is None:
+                store.store(group=group, name=name, node={"defaults": [schema.schema_name(name), "_self_"]})
 
 
 def _pinned(override: Override) -> Override:
@@ -405,9 +380,8 @@ def _to_object(command: Command[Any], config: DictConfig) -> Any:
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         group, _, field = key.rpartition(".")
-        from rlpost.config.comments import docs_of
-
-        meaning = docs_of(cast(type, OmegaConf.get_type(config, group) if group else command.settings)).get(field)
+        owner = OmegaConf.get_type(config, group) if group else command.settings
+        meaning = schema.docs_of(cast(type, owner)).get(field)
         raise ConfigError(
             f"{key} has no value: give {key}=..." + (f"; it takes {meaning}" if meaning else "")
         ) from None

@@ -6,8 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -19,7 +18,6 @@ from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.config.paths import DATA_FILES, GGUF, RUNS, is_run_folder
 from rlpost.config.schema import NULL, Key, as_text, options, recipes
 from rlpost.errors import ConfigError
-from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
 
 # errors of the YAML readers: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
@@ -43,7 +41,7 @@ def parse_words(words: Sequence[str]) -> list[Override]:
 
     Raises ConfigError for a word that is not `key=value`.
     """
-    overrides = [_parse_word(word, words[max(i - 1, 0) : i], words[i + 1 :]) for i, word in enumerate(words)]
+    overrides = [_parse_word(word, before) for before, word in pairwise(["", *words])]
     return list({override.key: override for override in overrides}.values())
 
 
@@ -81,16 +79,22 @@ def parse_value(key: Key, text: str) -> Any:
     """Parse `text` as the value of `key`.
 
     A text value is taken literally, so that a path or a prompt needs no second pair of quotes; one pair
-    around the whole value is removed, and JSON escapes work inside double quotes. Other types follow
-    Hydra's grammar. Raises ConfigError for a value that does not fit the key's type.
+    around the whole value is removed, and JSON escapes work inside double quotes. A list is written in
+    brackets, as JSON or in Hydra's grammar, which needs no quotes; a single value of it needs no brackets.
+    Raises ConfigError for a value that does not fit the key's type.
     """
     if text.strip() == NULL:
         if not key.optional:
             raise ConfigError(f"{key.name}=null is refused: it takes {_wanted(key)}")
         return None
-    if key.annotation is str:
-        return _unquoted(text)
-    return _list_of(key, text) if key.is_list else _checked(key, _parse_with_hydra(key, text), text)
+    if not key.is_list:
+        return _one_value(key, text)
+    if text.lstrip().startswith("["):
+        return [_one_value(key, as_text(element)) for element in _elements(key, text)]
+    if "," in text and _unquoted(text) == text:
+        bracketed = shlex.quote(f"{key.name}=[{shown(text)}]")
+        raise ConfigError(f"{key.name}={shown(text)} is several values; write {bracketed}")
+    return [_one_value(key, text)]
 
 
 def values_of(override: Override) -> list[str]:
@@ -130,47 +134,35 @@ def as_model_path(override: Override) -> Override:
     return override
 
 
-def _parse_word(word: str, before: Sequence[str], following: Sequence[str]) -> Override:
+def _parse_word(word: str, before: str) -> Override:
     key, equals, text = word.partition("=")
     bare = word.lstrip("-+~")
     if bare != word:
         raise ConfigError(f"{shown(word)}: settings are written without -, + and ~; write {shown(bare)}")
     if key and equals and key == key.strip() and text == text.lstrip():
         return Override(key, text)
-    meant = _as_setting(word) if not equals else None
-    whole = " ".join([*before, word, *takewhile(lambda each: "=" not in each, following)])
-    if "=" in whole.partition(word)[0] and (meant is None or _is_there(whole.partition("=")[2])):
-        quoted = shown(shlex.quote(whole), longest=200)
+    meant = None if equals else _as_setting(word)
+    if meant is None and "=" in before:
+        quoted = shown(shlex.quote(f"{before} {word}"), longest=200)
         raise ConfigError(f"{shown(word)} is not a setting: quote a value with spaces; write {quoted}")
     hint = did_you_mean(meant) or " without spaces, as in steps=20"
     raise ConfigError(f"{shown(word)} is not a setting: settings are written key=value{hint}")
 
 
-def _is_there(path: str) -> bool:
-    """Whether there is such a file or folder; False for a path that is too long."""
-    try:
-        return expanded(path).exists()
-    except OSError:
-        return False
-
-
 def _as_setting(word: str) -> str | None:
     """The setting that a bare word probably means: `model=qwen` for `qwen`, `recipe=my.yaml` for `my.yaml`."""
     verbs = {part for command in COMMANDS for part in command.verb.split()}
-    meant = next((f"{group}={word}" for group in CHOICES if word in options(group) and word not in verbs), None)
     if word in recipes() or word.endswith((".yaml", ".yml")):
-        meant = f"recipe={word}"
-    elif word.endswith(DATA_FILES):
-        meant = f"env=dataset env.path={word}"
-    elif word.endswith(".py"):
-        meant = f"plugin={word}"
-    elif word.endswith(GGUF):
-        meant = f"model={word}"
-    elif is_run_folder(RUNS / word):
-        meant = f"model={RUNS / word}"
-    elif _is_there(word) and Path(word).is_dir():
-        meant = f"model={word}" if "/" in word else f"model=./{word}"
-    return shown(meant) if meant else None
+        return f"recipe={word}"
+    if word.endswith(DATA_FILES):
+        return f"env=dataset env.path={word}"
+    if word.endswith(".py"):
+        return f"plugin={word}"
+    if word.endswith(GGUF):
+        return f"model={word}"
+    if is_run_folder(RUNS / word):
+        return f"model={RUNS / word}"
+    return next((f"{group}={word}" for group in CHOICES if word in options(group) and word not in verbs), None)
 
 
 def _unquoted(text: str) -> str:
@@ -184,57 +176,36 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def _parse_with_hydra(key: Key, text: str) -> Any:
+def _elements(key: Key, text: str) -> list[Any]:
+    """The elements of a list in brackets."""
     try:
-        parsed = OverridesParser.create().parse_override(f"{key.name}={text}")
-    except HydraException:
-        raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}") from None
-    if parsed.is_sweep_override():
-        one_list = key.is_list and not text.lstrip().startswith("[")
-        advice = (
-            f"write {shlex.quote(f'{key.name}=[{shown(text)}]')}"
-            if one_list
-            else "add -m to run the command once for each"
-        )
-        raise ConfigError(f"{key.name}={shown(text)} is several values; {advice}")
-    return parsed.value()
-
-
-def _list_of(key: Key, text: str) -> list[Any]:
-    """Parse a list, as JSON (which has escapes) or else in Hydra's grammar (which needs no quotes).
-
-    Without brackets it is a list of one value: text is taken literally, unless it has commas.
-    """
-    if not text.lstrip().startswith("["):
-        plain = key.element is str and ("," not in text or _unquoted(text) != text)
-        return [_unquoted(text) if plain else _checked(key, _parse_with_hydra(key, text), text)]
-    try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        value = _parse_with_hydra(key, text)
-    return [_checked(key, element, as_text(element)) for element in value]
+        pass
+    try:
+        elements = OverridesParser.create().parse_override(f"{key.name}={text}").value()
+    except HydraException:
+        elements = None
+    if not isinstance(elements, list):
+        raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}")
+    return elements
 
 
-def _checked(key: Key, value: Any, text: str) -> Any:
-    """One value, checked against the type of `key`'s elements."""
-    wanted = key.element
+def _one_value(key: Key, text: str) -> Any:
+    """One value of the type of `key`'s elements."""
+    kind, bare = key.element, _unquoted(text)
     if key.choices:
-        if str(value) not in key.choices:
-            hint = did_you_mean(nearest(text, key.choices))
+        if bare not in key.choices:
+            hint = did_you_mean(nearest(bare, key.choices))
             raise ConfigError(f"{key.name}={shown(text)} is unknown: it is one of {', '.join(key.choices)}{hint}")
-        return str(value) if wanted is str else wanted[str(value)]
-    if wanted is str:
-        return str(value)
-    if not _fits(value, wanted):
-        raise ConfigError(f"{key.name}={shown(text)} is of the wrong type: it takes {_wanted(key)}")
-    return wanted(value)
-
-
-def _fits(value: Any, wanted: type) -> bool:
-    """Whether a parsed value is a `wanted`; a whole number is a float too, true and false are not numbers."""
-    if isinstance(value, bool) or wanted is bool:
-        return isinstance(value, bool) and wanted is bool
-    return isinstance(value, (int, float) if wanted is float else wanted)
+        return bare if kind is str else kind[bare]
+    if kind is str:
+        return bare
+    try:
+        return {"true": True, "false": False}[bare.lower()] if kind is bool else kind(bare)
+    except (ValueError, KeyError):
+        several = "; for one run with each of several values add -m" if "," in bare else ""
+        raise ConfigError(f"{key.name}={shown(text)} is of the wrong type: it takes {_wanted(key)}{several}") from None
 
 
 def _wanted(key: Key) -> str:

@@ -9,26 +9,18 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
-from rlpost.catalog import (
-    BUILT_IN_TOOLS,
-    CHOICES,
-    COMMANDS,
-    TRAIN_GRPO,
-    TRAIN_SFT,
-    WATCHERS,
-    Command,
-)
+from rlpost.catalog import BUILT_IN_TOOLS, CHOICES, COMMANDS, TRAIN_GRPO, TRAIN_SFT, WATCHERS, Command
 from rlpost.config.overrides import Override, parse_value, parse_words
 from rlpost.config.schema import TYPE_NAMES, Key, keys_of
 from rlpost.errors import ConfigError
-from rlpost.settings.base import BUILT_IN_REWARDS, CODE, MISSING, NAME, REWARD_FILES, REWARDS, RUNS, TOOLS, Choice
+from rlpost.settings.base import BUILT_IN_REWARDS, CODE, MISSING, NAME, REWARD_FILES, REWARDS, TOOLS, Choice
 from rlpost.settings.commands import FineTuningSettings, RunRequest, SampledSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.loss import ESTIMATORS, LOSSES, PolicyLossSettings
 from rlpost.text import first_line_of
 from rlpost.user_file import check_file, import_file
 
-PLUGIN = Key("plugin", list[str], False, [], CODE[RUNS])
+PLUGIN = Key("plugin", list[str], False, [], CODE)
 _loaded: set[str] = set()  # full paths
 
 

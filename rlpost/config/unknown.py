@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config import comments, schema
+from rlpost.config import schema
 from rlpost.config.other_words import NOT_HERE, answers, ends_of, meant_by
 from rlpost.config.overrides import Override, error_at, parse_value, shown
 from rlpost.config.paths import DATA_FILES, HUB_ID, RUNS
@@ -99,7 +99,7 @@ class Vocabulary:
             names, bracket, remark = alternative.partition(" (")
             words = [word for word in names.split() if word.partition("=")[0] in self.names or self._is_flag(word)]
             if len(words) > 1:  # with its meaning, each tells itself from the others
-                docs = comments.docs_of(self.command.settings)
+                docs = schema.docs_of(self.command.settings)
                 choices = [f"{word} ({docs[word].partition(';')[0]})" if word in docs else word for word in words]
                 return " or ".join([", ".join(choices[:-1]), choices[-1]])
             if words:
