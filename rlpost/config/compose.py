@@ -141,7 +141,7 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     mixes = bool(sources) and not command.rows
     needed = "env.reward" not in command.optional or mixes or getattr(own.eval, "accuracy", False)
     if needed and not all(each.scores for each in environments_of(env)):
-        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost config list reward prints")
+        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name of rlpost config list reward")
     content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
     groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
     yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import takewhile
 from typing import Any
 
 import yaml
@@ -15,9 +15,10 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.catalog import CHOICES, COMMANDS
-from rlpost.config.paths import DATA_FILES, GGUF, RUNS, is_run_folder
+from rlpost.config.paths import DATA_FILES, GGUF, RUNS, as_model, is_run_folder
 from rlpost.config.schema import NULL, Key, as_text, options, recipes
 from rlpost.errors import ConfigError
+from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
 
 # errors of the YAML readers: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
@@ -41,7 +42,7 @@ def parse_words(words: Sequence[str]) -> list[Override]:
 
     Raises ConfigError for a word that is not `key=value`.
     """
-    overrides = [_parse_word(word, before) for before, word in pairwise(["", *words])]
+    overrides = [_parse_word(word, words[max(i - 1, 0) : i], words[i + 1 :]) for i, word in enumerate(words)]
     return list({override.key: override for override in overrides}.values())
 
 
@@ -134,7 +135,7 @@ def as_model_path(override: Override) -> Override:
     return override
 
 
-def _parse_word(word: str, before: str) -> Override:
+def _parse_word(word: str, before: Sequence[str], following: Sequence[str]) -> Override:
     key, equals, text = word.partition("=")
     bare = word.lstrip("-+~")
     if bare != word:
@@ -142,8 +143,9 @@ def _parse_word(word: str, before: str) -> Override:
     if key and equals and key == key.strip() and text == text.lstrip():
         return Override(key, text)
     meant = None if equals else _as_setting(word)
-    if meant is None and "=" in before:
-        quoted = shown(shlex.quote(f"{before} {word}"), longest=200)
+    whole = " ".join([*before, word, *takewhile(lambda each: "=" not in each, following)])
+    if "=" in "".join(before) and (meant is None or expanded(whole.partition("=")[2]).exists()):
+        quoted = shown(shlex.quote(whole), longest=200)
         raise ConfigError(f"{shown(word)} is not a setting: quote a value with spaces; write {quoted}")
     hint = did_you_mean(meant) or " without spaces, as in steps=20"
     raise ConfigError(f"{shown(word)} is not a setting: settings are written key=value{hint}")
@@ -160,8 +162,8 @@ def _as_setting(word: str) -> str | None:
         return f"plugin={word}"
     if word.endswith(GGUF):
         return f"model={word}"
-    if is_run_folder(RUNS / word):
-        return f"model={RUNS / word}"
+    if run := next((folder for folder in (expanded(word), RUNS / word) if is_run_folder(folder)), None):
+        return f"model={as_model(run)}"
     return next((f"{group}={word}" for group in CHOICES if word in options(group) and word not in verbs), None)
 
 

@@ -76,6 +76,5 @@ def test_a_verb_before_its_settings_is_offered_word_by_word(ask: Ask) -> None:
     assert [line.split()[0] for line in out.splitlines()] == ["grpo", "sft", "dpo", "expert-iteration", "distill"]
     for line, offered in {
         "rlpost config explain optim.lr eval model.dev": "model.device=\t",
-        "rlpost config diff gsm8k-q": "gsm8k-qwen0.5b-gpu\t",
     }.items():
         assert ask(line)[1].startswith(offered)

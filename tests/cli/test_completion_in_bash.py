@@ -82,7 +82,6 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
         ("rlpost train grpo env=gsm8k env.path=ro\t", "rlpost train grpo env=gsm8k env.path=rows/"),
         ("rlpost config explain loss.kl_c\t", "rlpost config explain loss.kl_coef "),
         ("rlpost config show train grpo optim.l\t", "rlpost config show train grpo optim.lr="),
-        ("rlpost config diff gsm8k-q\t", "rlpost config diff gsm8k-qwen0.5b-gpu "),
         ("rlpost trian gr\t", "rlpost trian gr"),  # nothing to offer, and no word about it
     ],
 )

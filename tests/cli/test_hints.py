@@ -69,7 +69,7 @@ HINTS = {
         eval list2
         eval sweep/lr-1
         eval compare {LONG} b
-        config init {LONG}.yaml
+        config show --recipe {LONG}.yaml
         resume first
         resume tuned
         resume

@@ -96,7 +96,6 @@ VISIBLE = {
         runs ls
         runs tail lrs
         runs tail x -n -1
-        config diff a
         config explain recipe
         config list modle
         config show evl
