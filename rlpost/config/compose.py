@@ -37,13 +37,11 @@ from rlpost.config.overrides import (
 )
 from rlpost.config.paths import (
     LATEST,
-    RUNS,
     check_class,
     check_data_path,
     check_model_folder,
     check_reward,
     is_adapter_folder,
-    is_run_folder,
     resolve_adapter_path,
     resolve_model_path,
 )
@@ -135,7 +133,11 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     settings = _to_object(command, merged.config)
     assert isinstance(settings, command.settings)
     own: Any = settings
-    _check_paths(own.model.path, getattr(own, "teacher", None), own.lora.path if hasattr(own, "lora") else None)
+    _check_model(own.model.path, "model.path")
+    if getattr(own, "teacher", None) is not None:
+        _check_model(own.teacher, "teacher")
+    if hasattr(own, "lora") and own.lora.path is not None:
+        resolve_adapter_path(own.lora.path)
     env, sources = own.env, sources_of(own.env) if isinstance(own.env, MixSettings) else []
     _check_environment(env, sources, getattr(own, "tools", ToolsSettings()))
     mixes = bool(sources) and not command.rows
@@ -342,14 +344,10 @@ def _store_schemas(command: Command[Any], choices: Mapping[str, str]) -> None:
 def _pinned(override: Override) -> Override:
     """Replace a run given as `teacher` or `model.path` by its latest checkpoint, which a resumed run then has too."""
     text = override.text
-    if override.key not in ("teacher", "model.path") or not text:
-        return override
-    if override.key == "teacher" and is_run_folder(RUNS / text) and not expanded(text).exists():
-        text = str(RUNS / text)
     latest = expanded(text) / "checkpoints" / LATEST
-    if latest.exists():
-        text = str(Path(text) / "checkpoints" / latest.resolve().name)
-    return Override(override.key, text, override.source)
+    if override.key not in ("teacher", "model.path") or not text or not latest.exists():
+        return override
+    return replace(override, text=str(Path(text) / "checkpoints" / latest.resolve().name))
 
 
 def _leave_empty(config: DictConfig, keys: Sequence[str]) -> None:
@@ -417,22 +415,10 @@ def _check_environment(env: EnvSettings, sources: Sequence[Source], tools: Tools
             raise type(error)(f'env.sources "{source.text}": {error}') from None
 
 
-def _check_paths(path: str, teacher: str | None, adapter: str | None) -> None:
-    if path in schema.options("model") and not Path(path).is_dir():
-        raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
-    if is_run_folder(RUNS / path) and not Path(path).is_dir():
-        raise ConfigError(f"model.path={path} is not a folder here; did you mean model=runs/{path}?")
-    _check_model(path, "model.path")
-    if teacher is not None:
-        if teacher in schema.options("model") and not Path(teacher).is_dir():
-            meant = schema.read_yaml(schema.conf_file(f"model/{teacher}")).get("path")
-            raise ConfigError(f"teacher={teacher} is neither a folder nor a hub id; did you mean teacher={meant}?")
-        _check_model(teacher, "teacher")
-    if adapter is not None:
-        resolve_adapter_path(adapter)
-
-
 def _check_model(path: str, key: str) -> None:
+    if path in schema.options("model") and not Path(path).is_dir():
+        meant = schema.read_yaml(schema.conf_file(f"model/{path}")).get("path")
+        raise ConfigError(f"{key}={path} is neither a folder nor a hub id; did you mean {key}={meant}?")
     folder = Path(resolve_model_path(path, key))
     if folder.is_dir() and not is_adapter_folder(folder):
         check_model_folder(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -124,14 +124,16 @@ def shown(text: str, longest: int = 60) -> str:
 
 
 def as_model_path(override: Override) -> Override:
-    """`model=runs/x`, or `model=x` for that run, as `model.path=runs/x`; any other override unchanged."""
-    text = override.text
-    if override.key != "model":
+    """`model=runs/x` as `model.path=runs/x`, and x as runs/x where that is a run; any other override unchanged."""
+    key, text = override.key, override.text
+    if key not in ("model", "model.path", "teacher") or not text:
         return override
-    if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
-        return Override("model.path", text, override.source)
-    if text and is_run_folder(RUNS / text) and text not in options("model"):
-        return Override("model.path", str(RUNS / text), override.source)
+    path = "model.path" if key == "model" else key
+    hidden = text in options("model") if key == "model" else expanded(text).exists()
+    if is_run_folder(RUNS / text) and not hidden:
+        return replace(override, key=path, text=str(RUNS / text))
+    if key == "model" and ("/" in text or text.startswith((".", "~")) or text.endswith(GGUF)):
+        return replace(override, key=path)
     return override
 
 

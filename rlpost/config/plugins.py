@@ -16,7 +16,7 @@ from rlpost.errors import ConfigError
 from rlpost.settings.base import BUILT_IN_REWARDS, CODE, MISSING, NAME, REWARD_FILES, REWARDS, TOOLS, Choice
 from rlpost.settings.commands import FineTuningSettings, RunRequest, SampledSettings
 from rlpost.settings.env import EnvSettings
-from rlpost.settings.loss import ESTIMATORS, LOSSES, PolicyLossSettings
+from rlpost.settings.loss import ESTIMATORS, PolicyLossSettings
 from rlpost.text import first_line_of
 from rlpost.user_file import check_file, import_file
 
@@ -194,7 +194,7 @@ def register_watcher(name: str, build: Callable[[Any], Any], *, optional: bool =
 
 _REGISTRIES: dict[str, dict[str, Any]] = {
     "env": CHOICES["env"],
-    "loss": LOSSES,
+    "loss": CHOICES["loss"],
     "estimator": ESTIMATORS,
     "reward": REWARDS,
     "tool": TOOLS,

@@ -64,15 +64,9 @@ def doc(
     something run; `names` are the values that a text may have. A derived class that gives the field another default
     alone keeps its meaning and limits.
     """
-    marks: dict[str, Any] = {}
-    if text:
-        marks[DOC] = text
-    if (at_least, at_most, above) != (None, None, None):
-        marks[LIMITS] = Limits(at_least, at_most, above)
-    if runs is not None:
-        marks[RUNS] = runs
-    if names is not None:
-        marks[NAMES] = names
+    limits = Limits(at_least, at_most, above)
+    given = {DOC: text or None, LIMITS: None if limits == Limits() else limits, RUNS: runs, NAMES: names}
+    marks = {mark: value for mark, value in given.items() if value is not None}
     if isinstance(default, list):
         return field(default_factory=lambda: cast(T, [*default]), metadata=marks)
     if isinstance(default, type):

@@ -14,7 +14,6 @@ from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, MISSING, Settings, doc
 from rlpost.settings.env import DatasetSettings, EnvSettings, ToolsSettings, check_tools
 from rlpost.settings.loss import (
-    LOSSES,
     AdvantageSettings,
     DemonstrationLossSettings,
     DifficultySettings,
@@ -98,13 +97,11 @@ class HeldOutSettings(Settings, group="eval"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in self.stops:
-            if not self.enabled:
-                raise ConfigError(f"{key} has nothing to go by while eval.enabled=false: take one of them out")
-            if self.every == 0:
-                raise ConfigError(
-                    f"{key} needs evaluations between the first step and the last: add eval.every=10, say"
-                )
+        if self.stops and not (self.enabled and self.every):
+            raise ConfigError(
+                f"{self.stops[0]} needs evaluations between the first step and the last: give eval.every=10, say, and "
+                "leave eval.enabled=false out"
+            )
 
 
 @dataclass
@@ -445,10 +442,9 @@ class GRPOSettings(SampledSettings):
                 f"loss.ref_sync_every needs a whole reference model, and {without} has none: leave one out"
             )
         if in_reward and estimator == "reinforce_pp" and not loss.takes_token_advantages:
-            name = next((name for name, row in LOSSES.items() if row.cls is type(loss)), type(loss).__name__)
             raise ConfigError(
                 "advantage.estimator=reinforce_pp with loss.kl_in=reward gives each token an advantage of its own, and "
-                f"loss={name} weighs whole completions: take loss=gspo_token"
+                "this loss weighs whole completions: take loss=gspo_token"
             )
 
 

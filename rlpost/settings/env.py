@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from rlpost.settings.base import (
     Settings,
     doc,
 )
+from rlpost.settings.model import mapping_in
 from rlpost.text import did_you_mean, nearest
 
 OF_ANY_TOOL = ("role", "parser", "max_calls", "max_calls_per_turn", "max_output_chars")  # settings of all tools alike
@@ -64,6 +64,7 @@ class EnvSettings(Settings, group="env"):
     train_temperature: ClassVar[float] = 1.0  # sampling temperature in training, unless sampling.temperature is set
     repeats_with_limit: ClassVar[bool] = False  # whether every task is new unless `limit` is set
     brings_tools: ClassVar[bool] = False  # whether the environment may have tools of its own
+    splits: ClassVar[tuple[str, ...]] = ()  # the splits that there are; empty: whatever the rows have
     ends_itself: ClassVar[bool] = False  # whether a conversation ends without a limit of turns
     has_replies: ClassVar[bool] = True  # whether its tasks come with good replies, which training on rows learns from
 
@@ -104,6 +105,8 @@ class EnvSettings(Settings, group="env"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.splits and self.split not in self.splits:
+            raise ConfigError(f"env.split={self.split} is unknown: it must be {' or '.join(self.splits)}")
         if self.prompt_template is not None:
             _check_template(self.prompt_template)
         if self.max_turns is None and not self.ends_itself:
@@ -153,13 +156,10 @@ class RowsSettings(ListedSettings):
 class MadeSettings(EnvSettings):
     """Settings of environments that generate their problems."""
 
+    splits: ClassVar = ("train", "test")
+
     held_out: float = doc(0.2, "share of the problems kept for test; 0: train and test share all", 0.0, 0.99)
     seed: int = doc(0, "random seed for the order of the problems")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.split not in ("train", "test"):
-            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
 
 
 # Rows of a file or of the hub
@@ -385,20 +385,10 @@ class TextGameSettings(GameSettings):
 
 
 def named_values(key: str, words: list[str]) -> dict[str, Any]:
-    """Name -> value of words like `name:value` or `name=value`; a value that is not JSON is text.
-
-    Raises ConfigError for any other word.
-    """
-    values: dict[str, Any] = {}
-    for word in words:
-        name, mark, text = re.match(r"\s*([A-Za-z_]\w*)?\s*([:=])?\s*(.*)", word, re.DOTALL).groups()  # type: ignore[union-attr]
-        if not name or not mark:
-            raise ConfigError(f"{key}={word!r} names no setting: write '{key}=[name:value,other:value]'")
-        try:
-            values[name] = json.loads(text)
-        except (ValueError, RecursionError):
-            values[name] = text.strip()
-    return values
+    """Name -> value of words like `name:value`. Raises ConfigError for any other word."""
+    if wrong := next((word for word in words if ":" not in word), None):
+        raise ConfigError(f"{key}={wrong!r} names no setting: write '{key}=[name:value,other:value]'")
+    return mapping_in(key, f"{{{', '.join(words)}}}", "[name:value,other:value]")
 
 
 # A mix of environments
@@ -418,21 +408,22 @@ class SourceText:
         """Parse `text`. Raises ConfigError unless it is an environment and settings of it."""
         try:
             env, *words = shlex.split(text)
-        except ValueError as error:
-            wrong = "a quote is not closed" if text.strip() else "it is empty"
+        except ValueError as error:  # it is empty, or a quote is not closed
             raise ConfigError(
-                f"{_source_named(text)}: {wrong}; write NAME key=value ..., as in arithmetic digits=1"
+                f'env.sources "{text}" cannot be read: write NAME key=value ..., as in arithmetic digits=1'
             ) from error
         given: dict[str, str] = {}
         for word in words:
             key, equals, value = word.partition("=")
             if not equals or not key:
                 raise ConfigError(
-                    f"{_source_named(text)}: {word!r} is not a setting; write key=value, in quotes where it has spaces"
+                    f'env.sources "{text}": {word!r} is not a setting; write key=value, in quotes where it has spaces'
                 )
             given[key] = value
-        name = given.pop("name", "")
-        return cls(env, name, _weight(text, given.pop("weight", "1")), given)
+        name, weight = given.pop("name", ""), given.pop("weight", "1")
+        if not re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", weight) or float(weight) == 0:
+            raise ConfigError(f'env.sources "{text}": weight={weight} is not a share; give a number above 0')
+        return cls(env, name, float(weight), given)
 
 
 @dataclass
@@ -541,17 +532,6 @@ def check_tools(env: EnvSettings, tools: ToolsSettings) -> None:
             f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
             "is read: add env.max_turns=2 or more"
         )
-
-
-def _source_named(text: str) -> str:
-    return f'env.sources "{text}"'
-
-
-def _weight(text: str, value: str) -> float:
-    weight = float(value) if re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", value) else 0.0
-    if weight <= 0:
-        raise ConfigError(f"{_source_named(text)}: weight={value} is not a share; give a number above 0")
-    return weight
 
 
 def _check_template(template: str) -> None:

@@ -69,6 +69,8 @@ class VerifiersSettings(ListedSettings):
     The package runs in an interpreter of its own, as a child process. The model gives one reply a task.
     """
 
+    splits: ClassVar = ("train", "test")
+
     id: str = doc(MISSING, "name of the taskset, as verifiers loads it", runs=CODE)
     args: str | None = doc(None, "arguments of the taskset, as {num_tasks: 100}", runs=CODE)
     python: str | None = doc(None, "interpreter with verifiers; null: rlpost's own", runs=PROGRAM)
@@ -82,8 +84,6 @@ class VerifiersSettings(ListedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         mapping_in("env.args", self.args, "{num_tasks: 100}")
-        if self.split not in ("train", "test"):
-            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
         if self.most_turns > 1:
             raise ConfigError(
                 f"env.max_turns={self.max_turns} does not go with env=verifiers, whose rewards see one reply a task: "
@@ -120,6 +120,8 @@ class FactorySettings(OwnRowsSettings):
 class ReasoningCoreSettings(ListedSettings):
     """Problems of a task of reasoning-core, drawn once and kept: env.task=arithmetics."""
 
+    splits: ClassVar = ("train", "test")
+
     task: str = doc(MISSING, "the task, such as arithmetics")
     level: int = doc(0, "difficulty", at_least=0)
     task_config: list[str] = doc([], "settings of the task's own: [max_depth:4]")
@@ -135,5 +137,3 @@ class ReasoningCoreSettings(ListedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         named_values("env.task_config", self.task_config)
-        if self.split not in ("train", "test"):
-            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")

@@ -44,7 +44,6 @@ class ModelPolicySettings(PolicySettings):
         return self.max_num_seqs or MOST_AT_ONCE
 
 
-@dataclass
 class AutoPolicySettings(ModelPolicySettings):
     """vLLM where it is installed, else transformers.
 
@@ -85,7 +84,6 @@ class VLLMSettings(ModelPolicySettings):
             )
 
 
-@dataclass
 class TransformersSettings(ModelPolicySettings):
     """The trainer's own weights, sampled with transformers.
 
@@ -169,7 +167,6 @@ class CollectorSettings(Settings, group="collector"):
     usual_lag: ClassVar[int] = 0  # the default of max_policy_lag
 
 
-@dataclass
 class SyncCollectorSettings(CollectorSettings):
     """In turn with training: completions are never old."""
 
@@ -227,7 +224,6 @@ class ClusterSettings(Settings, group="cluster"):
             raise ConfigError(f"{key} is of a model that is divided among ranks: add cluster.sharding=full")
 
 
-@dataclass
 class NoClusterSettings(ClusterSettings):
     """This machine alone."""
 

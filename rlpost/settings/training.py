@@ -79,7 +79,6 @@ class OptimSettings(Settings, group="optim"):
         return RATE if self.lr is None else self.lr
 
 
-@dataclass
 class AdamW8bitSettings(OptimSettings):
     """AdamW with its running means in 8 bits (bitsandbytes): a quarter of the optimizer's memory.
 
@@ -145,7 +144,6 @@ class TrackingSettings(Settings, group="tracking"):
     """
 
 
-@dataclass
 class NoTrackingSettings(TrackingSettings):
     """No tracker: the run folder alone."""
 
@@ -158,7 +156,6 @@ class TrackerSettings(TrackingSettings):
     completions: int = doc(0, "logged per step as a table, from best to worst; 0: no texts are logged", at_least=0)
 
 
-@dataclass
 class TensorBoardSettings(TrackerSettings):
     """TensorBoard event files in the run's folder.
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.catalog import TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.catalog import CHOICES, TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
@@ -22,7 +22,7 @@ from rlpost.objectives.policy_loss import VARIANTS
 from rlpost.rewards.score import Score
 from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import AdvantageSettings, OverlongSettings
-from rlpost.settings.loss import ESTIMATORS, LOSSES, Aggregation, SFTAggregation
+from rlpost.settings.loss import ESTIMATORS, Aggregation, SFTAggregation
 from rlpost.train.replay import Computed, Replay, check_step, replay
 from tests.objectives import slow_reference as slow
 from tests.objectives.test_advantage import slowly
@@ -107,7 +107,7 @@ def test_replayed_update_is_the_recorded_one_and_writes_nothing(sums: Path) -> N
 
 @pytest.mark.parametrize("loss", VARIANTS)
 def test_every_other_loss_is_the_one_of_its_formula(loss: str, sums: Path) -> None:
-    replayed = other(TRAIN_GRPO, sums, 2, loss=LOSSES[loss].cls(aggregation=Aggregation.sequence_mean))
+    replayed = other(TRAIN_GRPO, sums, 2, loss=CHOICES["loss"][loss].cls(aggregation=Aggregation.sequence_mean))
     rows = read_rollouts(sums, 2)
     most = max(len(row["token_ids"]) for row in rows)
 
@@ -151,7 +151,7 @@ def test_penalties_masks_and_a_reference_are_replayed(made: Callable[..., Path])
     run = made(TRAIN_GRPO, "steps=2", *words, "overlong.penalty_tokens=3")
     assert_recorded(TRAIN_GRPO, run, 2)
     rows = read_rollouts(run, 2)
-    bare = LOSSES["grpo"].cls(entropy_target=9.0)  # of a run that adapts no coefficient
+    bare = CHOICES["loss"]["grpo"].cls(entropy_target=9.0)  # of a run that adapts no coefficient
     changes = {"overlong": OverlongSettings(), "advantage": AdvantageSettings("rloo"), "loss": bare}
     free = other(TRAIN_GRPO, run, 2, **changes)
     expected = advantages_of("rloo", [row["reward"] - row["reward_parts"]["overlong"] for row in rows])
@@ -191,7 +191,7 @@ def test_expert_iteration_is_replayed_with_what_it_selected(made: Callable[..., 
     weights = torch.cat(list(replayed.other.weights.values()))
     assert weights.tolist() == pytest.approx([1 / tokens] * tokens)
     assert set(replayed.was.weights) == {place for place, row in enumerate(rows) if row["advantage"] == 1}
-    minor = other(TRAIN_EXPERT_ITERATION, run, 1, loss=LOSSES["minor_sft"].cls())  # the reference is the model
+    minor = other(TRAIN_EXPERT_ITERATION, run, 1, loss=CHOICES["loss"]["minor_sft"].cls())  # the reference is the model
     assert minor.figures["loss/sft"] == pytest.approx(math.log(2), abs=1e-6)
 
 
@@ -199,7 +199,7 @@ def test_fine_tuning_is_replayed_with_the_samples_of_the_step(made: Callable[...
     run = made(TRAIN_SFT, "env.limit=10", "epochs=2", "minibatch_size=8", "loss.kl_coef=0.1")
     for step in (2, 3):  # across the end of an epoch, and the rest of the last
         assert_recorded(TRAIN_SFT, run, step)
-    by_sample = other(TRAIN_SFT, run, 3, loss=LOSSES["sft"].cls(SFTAggregation.sequence_mean))
+    by_sample = other(TRAIN_SFT, run, 3, loss=CHOICES["loss"]["sft"].cls(SFTAggregation.sequence_mean))
     assert len(by_sample.weights) == 4
     for weights in by_sample.weights.values():
         trained = weights[weights != 0]
@@ -213,7 +213,7 @@ def test_preferences_are_replayed_with_the_pairs_of_the_step(made: Callable[...,
     run = made(TRAIN_DPO, *words, "loss.sft_coef=0.5")
     for step in (1, 3):  # across the end of an epoch
         assert assert_recorded(TRAIN_DPO, run, step).log_probs_apart is None
-    replayed = again(TRAIN_DPO, run, 1, loss=LOSSES["ipo"].cls(beta=0.5))
+    replayed = again(TRAIN_DPO, run, 1, loss=CHOICES["loss"]["ipo"].cls(beta=0.5))
     assert replayed.other is not None
     assert replayed.other.figures["loss/dpo"] == pytest.approx(1)  # (h - 1 / (2 beta))^2, and h is 0
     assert replayed.other.weights.keys() == {0, 1, 2, 3, 4, 5}
