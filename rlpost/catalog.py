@@ -46,7 +46,8 @@ class Command(Generic[S]):
     @cached_property
     def settings(self) -> type[S]:
         """The settings class."""
-        return opened(f"settings.commands:{self.place}") if isinstance(self.place, str) else self.place
+        place: Any = self.place
+        return opened(f"settings.commands:{place}") if isinstance(place, str) else place
 
     @property
     def kind(self) -> Any:

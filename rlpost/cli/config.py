@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -204,7 +203,7 @@ def _described(group: str) -> dict[str, str]:
         from rlpost.settings.base import REWARDS as OWN
 
         more = {name: ", and env.accuracy" if row.measures_accuracy else "" for name, row in BUILT_IN.items()}
-        built_in = {name: inspect.getdoc(row.function).removesuffix(".") + more[name] for name, row in BUILT_IN.items()}
+        built_in = {name: first_line_of(row.function).removesuffix(".") + more[name] for name, row in BUILT_IN.items()}
         return built_in | {name: first_line_of(function) for name, function in OWN.items()}
     return {option: describe(group, option) + _owners(group, option) for option in options(group)}
 

@@ -24,17 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rlpost.catalog import CHOICES, TRAIN_SFT, Command, S
 from rlpost.config import schema
 from rlpost.config.code import check_code, check_origin
-from rlpost.config.overrides import (
-    YAML_ERRORS,
-    Override,
-    as_model_path,
-    error_at,
-    merge,
-    names_code,
-    parse_value,
-    parse_words,
-    refers,
-)
+from rlpost.config.overrides import YAML_ERRORS, Override, as_model_path, error_at, merge, parse_value, parse_words
 from rlpost.config.paths import (
     LATEST,
     check_class,
@@ -198,11 +188,7 @@ def expand(command: Command[Any], given: list[Override], kept: Sequence[Override
     users = merge(from_recipe, [as_model_path(o) for o in given if o.key != "recipe"])
     if command.verb.startswith("train"):
         users = [_pinned(override) for override in users]
-    overrides = merge(kept, users)
-    for override in overrides:
-        if reason := names_code(override):
-            raise error_at(override, reason)
-    return overrides
+    return merge(kept, users)
 
 
 # Sources of a mix of environments
@@ -362,13 +348,9 @@ def _set(config: DictConfig, key: schema.Key, override: Override) -> Any:
     """Write one override into `config`; returns its typed value."""
     try:
         value = parse_value(key, override.text)
-        if reason := refers(override, value):
-            raise ConfigError(reason)
-        OmegaConf.update(config, key.name, value)
     except ConfigError as error:
         raise error_at(override, str(error)) from None
-    except OmegaConfBaseException as error:
-        raise error_at(override, f"{override} does not fit: {_first_cause(error)}") from error
+    OmegaConf.update(config, key.name, value)
     return value
 
 

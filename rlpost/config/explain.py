@@ -19,7 +19,7 @@ from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command
 from rlpost.config import schema
 from rlpost.config.code import is_code
 from rlpost.config.compose import Merged, compose, merge_all
-from rlpost.config.overrides import Override, parse_value, parse_words, shown
+from rlpost.config.overrides import Override, parse_value, shown
 from rlpost.config.recipes import line_numbers
 from rlpost.config.unknown import Vocabulary
 from rlpost.errors import ConfigError
@@ -36,14 +36,17 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> di
     ConfigError for an unknown name, with the nearest one, and what `merge_all` raises.
     """
     command = command or next((c for c in COMMANDS if _has(c, name)), TRAIN_GRPO)
-    words = [*words, *_option_needed(name, command, words)]
     merged = merge_all(command, words)
+    owners = schema.all_keys(command).get(name, [])
+    is_open = name.partition(".")[0] not in {override.key for override in merged.given}
+    if owners and is_open and name not in {key.name for key in merged.keys}:
+        words = [*words, owners[0]]
+        merged = merge_all(command, words)
     typed = {"command": " ".join(["rlpost", command.verb, *words])}
     keys = {key.name: key for key in merged.keys}
     if name in keys:
-        return {**_row(keys[name], merged), **typed, "of": _owners_of(name), "papers": _papers(name)} | {
-            "set_by": set_by(name, merged)
-        }
+        more = {"set_by": set_by(name, merged), "of": _owners_of(name), "papers": _papers(name)}
+        return _row(keys[name], merged) | more | typed
     if any(key.startswith(f"{name}.") for key in keys):
         return _group(name, merged) | typed
     raise Vocabulary(command, keys, merged.choices).refusal([Override(name, "")])
@@ -111,18 +114,6 @@ def _owners_of(name: str) -> str:
     rows = {f"{group}={row}" for command in having for row in schema.classes_of(command, group)}
     verbs = "rlpost " + ", ".join(command.verb for command in having)
     return f"{verbs}; of {', '.join(options)}" if options and {*options} != rows else verbs
-
-
-def _option_needed(name: str, command: Command[Any], words: Sequence[str]) -> list[str]:
-    """The word that chooses an option with the key `name`, if only some options have it and none is chosen."""
-    given = {override.key for override in parse_words(words)}
-    named = (owner.partition("=") for owner in schema.all_keys(command).get(name, []))
-    owners = [f"{group}={option}" for group, _, option in named if option in schema.options(group)]
-    group = name.partition(".")[0]
-    if not owners or given & {group, "recipe"}:
-        return []
-    present = {key.name for key in merge_all(command, words).keys}
-    return [] if name in present else owners[:1]
 
 
 def _row(key: schema.Key, merged: Merged[Any]) -> dict[str, Any]:

@@ -61,21 +61,6 @@ def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Overrid
     return [*kept, *given]
 
 
-def names_code(override: Override) -> str | None:
-    """Why an override is refused that names code to run or refers to another value; None for any other."""
-    if "_target_" in override.key.split("."):
-        return f"{override} is refused: a setting cannot name code to run; remove {shown(override.key)}"
-    return refers(override, override.text)
-
-
-def refers(override: Override, value: Any) -> str | None:
-    """Why an override is refused whose value, as written or parsed, refers to another value; None for any other."""
-    texts = value if isinstance(value, list) else [value]
-    if any(isinstance(text, str) and "${" in text for text in texts):
-        return f"{override} is refused: a value cannot refer to another with ${{...}}; write it out"
-    return None
-
-
 def parse_value(key: Key, text: str) -> Any:
     """Parse `text` as the value of `key`.
 
@@ -198,6 +183,8 @@ def _elements(key: Key, text: str) -> list[Any]:
 def _one_value(key: Key, text: str) -> Any:
     """One value of the type of `key`'s elements."""
     kind, bare = key.element, _unquoted(text)
+    if "${" in bare:
+        raise ConfigError(f"{key.name}={shown(text)} is refused: a value cannot refer to another; write it out")
     if key.choices:
         if bare not in key.choices:
             hint = did_you_mean(nearest(bare, key.choices))
