@@ -108,9 +108,11 @@ def list_options(
     if as_json:
         print_json(listed)
         return
+    rows = table([row for described in listed.values() for row in described.items()], indent=2)
     for name, described in listed.items():
         print("env.reward=" if name == REWARDS else f"{name}=")
-        print_lines(table(list(described.items()), indent=2))
+        print_lines(rows[: len(described)])
+        rows = rows[len(described) :]
 
 
 @app.command("show", examples=SHOW_EXAMPLES, short_help="Print a configuration, or write it as a recipe.")
@@ -130,7 +132,8 @@ def show(
         from rlpost.config.explain import write_starter
 
         needed, code = write_starter(expanded(recipe), command, overrides)
-        use = f"rlpost {command.verb} {shlex.join([f'recipe={_as_recipe(recipe)}', *code])}"
+        name = recipe.stem if recipe.parent == Path("recipes") and recipe.suffix == ".yaml" else recipe
+        use = f"rlpost {command.verb} {shlex.join([f'recipe={name}', *code])}"
         if as_json:
             print_json({"file": str(expanded(recipe)), "needed": needed, "use": use})
             return
@@ -205,16 +208,7 @@ def _described(group: str) -> dict[str, str]:
         more = {name: ", and env.accuracy" if row.measures_accuracy else "" for name, row in BUILT_IN.items()}
         built_in = {name: first_line_of(row.function).removesuffix(".") + more[name] for name, row in BUILT_IN.items()}
         return built_in | {name: first_line_of(function) for name, function in OWN.items()}
-    return {option: describe(group, option) + _owners(group, option) for option in options(group)}
-
-
-def _owners(group: str, option: str) -> str:
-    """The commands that can choose an option, if others with its group cannot."""
     having = [command for command in COMMANDS if group in groups_of(command.settings)]
-    owners = commands_of(group, option)
-    return "" if owners == having else f" ({', '.join(command.verb for command in owners)})"
-
-
-def _as_recipe(file: Path) -> str:
-    """The value of `recipe=` for the file: its name if it is in ./recipes, else its path."""
-    return file.stem if file.parent == Path("recipes") and file.suffix == ".yaml" else str(file)
+    owners = {option: commands_of(group, option) for option in options(group)}
+    only = {option: f" ({', '.join(o.verb for o in each)})" for option, each in owners.items() if each != having}
+    return {option: describe(group, option) + only.get(option, "") for option in owners}

@@ -24,6 +24,8 @@ from rlpost.text import did_you_mean, nearest
 # errors of the YAML readers: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
 YAML_ERRORS = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, AttributeError, TypeError)
 
+SEVERAL = "is several values; add -m to run the command once for each"
+
 
 @dataclass(frozen=True)
 class Override:
@@ -176,7 +178,8 @@ def _elements(key: Key, text: str) -> list[Any]:
     except HydraException:
         elements = None
     if not isinstance(elements, list):
-        raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}")
+        wrong = f"cannot be read: it takes {_wanted(key)}" if elements is None else SEVERAL
+        raise ConfigError(f"{key.name}={shown(text)} {wrong}")
     return elements
 
 
@@ -195,8 +198,9 @@ def _one_value(key: Key, text: str) -> Any:
     try:
         return {"true": True, "false": False}[bare.lower()] if kind is bool else kind(bare)
     except (ValueError, KeyError):
-        several = "; for one run with each of several values add -m" if "," in bare else ""
-        raise ConfigError(f"{key.name}={shown(text)} is of the wrong type: it takes {_wanted(key)}{several}") from None
+        is_several = "," in bare and not bare.startswith("[")
+        wrong = SEVERAL if is_several else f"is of the wrong type: it takes {_wanted(key)}"
+        raise ConfigError(f"{key.name}={shown(text)} {wrong}") from None
 
 
 def _wanted(key: Key) -> str:
