@@ -8,29 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Generic, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import Choice, opened
-from rlpost.settings.commands import (
-    DistillSettings,
-    DPOSettings,
-    EvalSettings,
-    ExpertIterationSettings,
-    GRPOSettings,
-    RunRequest,
-    SFTSettings,
-)
-from rlpost.settings.loss import LOSSES
+
+if TYPE_CHECKING:
+    from rlpost.settings import commands
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True, eq=False)
 class Command(Generic[S]):
-    """A verb that is configured, and its settings class. Its loop is `loop`, or `learn` of rlpost/train/NAME.py.
+    """A verb that is configured. Its loop is `loop`, or `learn` of rlpost/train/NAME.py.
 
+    `place` is its settings class, or the name of a class of rlpost/settings/commands.py.
     `choices` say which option a group has where none is chosen; a file conf/NAME.yaml says it in their place.
     `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them;
     `optional` are lists that other verbs need, and this one can leave empty. `short`, `doc` and
@@ -39,15 +33,21 @@ class Command(Generic[S]):
 
     verb: str
     name: str
-    settings: type[S]
+    place: str | type[S]
     choices: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     short: str = ""
     doc: str = ""
     examples: tuple[str, ...] = ()
-    loop: Callable[[S, RunRequest], int] | None = None  # a plugin's
+    loop: Callable[[S, commands.RunRequest], int] | None = None  # a plugin's
     rows: str = ""  # the `Kind` of rows that it trains on, under rlpost; empty: it samples what it trains on
+
+    @cached_property
+    def settings(self) -> type[S]:
+        """The settings class."""
+        place: Any = self.place
+        return opened(f"settings.commands:{place}") if isinstance(place, str) else place
 
     @property
     def kind(self) -> Any:
@@ -55,7 +55,7 @@ class Command(Generic[S]):
         return opened(self.rows) if self.rows else None
 
     @property
-    def train(self) -> Callable[[S, RunRequest], int]:
+    def train(self) -> Callable[[S, commands.RunRequest], int]:
         """Runs or resumes a training; returns the exit code."""
         if self.loop is not None:
             return self.loop
@@ -75,10 +75,10 @@ class Command(Generic[S]):
 USUAL = {"model": "smollm2", "env": "arithmetic", "policy": "auto", "optim": "adamw", "tracking": "none"}
 TRAINED = {**USUAL, "cluster": "none"}
 SAMPLED = {**TRAINED, "collector": "sync", "loss": "grpo"}
-TRAIN_GRPO = Command(
+TRAIN_GRPO: Command[commands.GRPOSettings] = Command(
     "train grpo",
     "grpo",
-    GRPOSettings,
+    "GRPOSettings",
     SAMPLED,
     without=("env.completion_column",),
     short="Train with GRPO.",
@@ -90,10 +90,10 @@ TRAIN_GRPO = Command(
         "rlpost train grpo -m optim.lr=1e-5,3e-5 seed=0,1",
     ),
 )
-TRAIN_SFT = Command(
+TRAIN_SFT: Command[commands.SFTSettings] = Command(
     "train sft",
     "sft",
-    SFTSettings,
+    "SFTSettings",
     TRAINED | {"loss": "sft"},
     optional=("env.reward",),
     short="Fine-tune on demonstrations.",
@@ -106,10 +106,10 @@ TRAIN_SFT = Command(
     ),
     rows="train.sft:SAMPLES",
 )
-TRAIN_DPO = Command(
+TRAIN_DPO: Command[commands.DPOSettings] = Command(
     "train dpo",
     "dpo",
-    DPOSettings,
+    "DPOSettings",
     TRAINED | {"env": "dataset", "loss": "dpo"},
     without=(
         "env.completion_column",
@@ -129,10 +129,10 @@ TRAIN_DPO = Command(
     ),
     rows="train.dpo:PAIRS",
 )
-TRAIN_EXPERT_ITERATION = Command(
+TRAIN_EXPERT_ITERATION: Command[commands.ExpertIterationSettings] = Command(
     "train expert-iteration",
     "expert_iteration",
-    ExpertIterationSettings,
+    "ExpertIterationSettings",
     SAMPLED | {"loss": "sft"},
     without=("env.completion_column",),
     short="Fine-tune on the model's own best.",
@@ -144,10 +144,10 @@ TRAIN_EXPERT_ITERATION = Command(
         "rlpost train expert-iteration recipe=arithmetic-smollm2-expert-iteration-cpu",
     ),
 )
-TRAIN_DISTILL = Command(
+TRAIN_DISTILL: Command[commands.DistillSettings] = Command(
     "train distill",
     "distill",
-    DistillSettings,
+    "DistillSettings",
     SAMPLED | {"loss": "jsd"},
     without=("env.completion_column",),
     optional=("env.reward",),
@@ -160,10 +160,10 @@ TRAIN_DISTILL = Command(
         "rlpost train distill teacher=my-run loss.beta=0.5 --dry-run",
     ),
 )
-EVAL = Command(  # its choices stand in conf/eval.yaml
+EVAL: Command[commands.EvalSettings] = Command(  # its choices stand in conf/eval.yaml
     "eval",
     "eval",
-    EvalSettings,
+    "EvalSettings",
     without=("env.eval_limit", "model.activation_checkpointing"),
     optional=("env.reward",),
 )
@@ -211,7 +211,28 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "none": Choice("policy:NoClusterSettings"),
         "ray": Choice("policy:RayClusterSettings"),
     },
-    "loss": LOSSES,  # beside the settings classes, in rlpost/settings/loss.py
+    "loss": {
+        "cispo": Choice("loss:CISPOLossSettings", builds="objectives.variants:cispo"),
+        "dapo": Choice("loss:DAPOLossSettings", builds="objectives.variants:clipped"),
+        "dpo": Choice("loss:DPOLossSettings", builds="objectives.preference:dpo"),
+        "dpo_norm": Choice("loss:DPONormLossSettings", builds="objectives.preference:dpo"),
+        "dppo_kl": Choice("loss:DPPOKLLossSettings", builds="objectives.variants:dppo_kl"),
+        "dppo_tv": Choice("loss:DPPOTVLossSettings", builds="objectives.variants:dppo_tv"),
+        "dr_grpo": Choice("loss:DrGRPOLossSettings", builds="objectives.variants:clipped"),
+        "dual_clip": Choice("loss:DualClipLossSettings", builds="objectives.variants:clipped"),
+        "gmpo": Choice("loss:GMPOLossSettings", builds="objectives.variants:gmpo"),
+        "grpo": Choice("loss:GRPOLossSettings", builds="objectives.variants:clipped"),
+        "gspo": Choice("loss:GSPOLossSettings", builds="objectives.variants:gspo"),
+        "gspo_token": Choice("loss:GSPOTokenLossSettings", builds="objectives.variants:gspo_token"),
+        "ipo": Choice("loss:IPOLossSettings", builds="objectives.preference:ipo"),
+        "jsd": Choice("loss:JSDLossSettings", builds="model.divergence:chunked_divergence"),
+        "minor_sft": Choice("loss:MinorSFTLossSettings", builds="objectives.supervised:minor_sft_loss"),
+        "opd": Choice("loss:OPDLossSettings", builds="objectives.distillation:opd"),
+        "reinforce": Choice("loss:ReinforceLossSettings", builds="objectives.variants:reinforce"),
+        "sapo": Choice("loss:SAPOLossSettings", builds="objectives.variants:sapo"),
+        "sft": Choice("loss:SFTLossSettings", builds="objectives.supervised:sft_loss"),
+        "two_sided": Choice("loss:TwoSidedLossSettings", builds="objectives.variants:clipped"),
+    },
     "optim": {
         "adamw": Choice("training:OptimSettings"),
         "adamw_8bit": Choice("training:AdamW8bitSettings"),
@@ -238,11 +259,8 @@ def option_of(group: str, settings: type) -> str:
     """The option of a group that has this settings class. Raises ConfigError where none has it."""
     option = next((name for name, row in CHOICES[group].items() if row.cls is settings), None)
     if option is None:
-        name = settings.__name__
-        if group in ("env", "loss"):
-            kind = "environment" if group == "env" else group
-            raise ConfigError(f"no {kind} belongs to {name}: register it with rlpost.register_{group}")
-        raise ConfigError(f"no {group} belongs to {name}: give it a row in rlpost/catalog.py")
+        how = f"with rlpost.register_{group}" if group in ("env", "loss") else "in rlpost/catalog.py"
+        raise ConfigError(f"no {group} belongs to {settings.__name__}: register it {how}")
     return option
 
 

@@ -15,7 +15,7 @@ import typer.main
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.cli.main import app
 from rlpost.config import schema
-from rlpost.config.comments import docs_of
+from rlpost.config.schema import docs_of
 
 ROOT = Path(__file__).parents[1]
 RIDDLES = re.compile(

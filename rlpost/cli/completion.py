@@ -53,13 +53,13 @@ def join_broken_words(environ: MutableMapping[str, str]) -> str:
 
 def setting_candidates(command: Command[Any], typed: str) -> dict[str, str]:
     """The settings of `command` that begin with `typed`, each with its meaning; keys of every option are offered."""
-    from rlpost.config import comments, schema
+    from rlpost.config import schema
     from rlpost.settings.base import MISSING
 
     name, equals, _ = typed.partition("=")
-    keys, groups = comments.meanings(command), schema.groups_of(command.settings)
+    keys, groups = schema.meanings(command), schema.groups_of(command.settings)
     if not equals:
-        docs = comments.docs_of(command.settings)
+        docs = schema.docs_of(command.settings)
         about = {group: docs.get(group, "") for group in groups} | {"recipe": "a file of settings"}
         about |= {key: meaning for key, (_, meaning) in keys.items()}
         names = [key for key in about if key.startswith(typed)]
@@ -85,21 +85,21 @@ def _candidates(kind: str, command: Command[Any] | None = None) -> dict[str, str
     Recipes and options are those that `command` can take.
     """
     from rlpost.catalog import CHOICES, COMMANDS
-    from rlpost.config import comments, schema
+    from rlpost.config import schema
 
     if kind in FOLDERS:
         return {folder.name: f"a {kind}" for folder in sorted(Path(FOLDERS[kind]).glob("*/"))}
     if kind == "recipe":
         files = schema.recipes().items()
         verbs = [command.verb] if command else [each.verb for each in COMMANDS]
-        return {name: comments.description(f) for name, f in files if schema.read_yaml(f).get("command") in verbs}
+        return {name: schema.description(f) for name, f in files if schema.read_yaml(f).get("command") in verbs}
     if kind == "verb":
         return {each.verb.split()[-1]: each.short for each in COMMANDS}
     if kind == "key":
-        return {key: about for each in COMMANDS for key, (_, about) in comments.meanings(each).items()}
+        return {key: about for each in COMMANDS for key, (_, about) in schema.meanings(each).items()}
     if kind == "group":
         return dict.fromkeys((*CHOICES, "recipe"), "a group")
-    return {name: comments.describe(kind, name) for name in schema.options(kind, command)}
+    return {name: schema.describe(kind, name) for name in schema.options(kind, command)}
 
 
 def _offering(*kinds: str) -> Completer:

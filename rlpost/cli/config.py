@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,35 +12,32 @@ import typer
 
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.cli.completion import complete_explain, complete_group
-from rlpost.cli.plan import resolved
 from rlpost.cli.terminal import print_json, print_lines
 from rlpost.cli.usage import App, AsJson, Words
 from rlpost.cli.views import table
-from rlpost.config.comments import describe, description
-from rlpost.config.schema import commands_of, groups_of, options, recipes, verb_and_rest
+from rlpost.config.schema import commands_of, describe, description, groups_of, options, recipes, verb_and_rest
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
-from rlpost.text import did_you_mean, nearest, printable
+from rlpost.text import did_you_mean, first_line_of, nearest, printable
 
-RECIPES = "recipe"
+RECIPES, REWARDS = "recipe", "reward"  # what is listed beside the groups
 EXPLAIN_EXAMPLES = """\
   rlpost config explain
   rlpost config explain loss.clip_high
+  rlpost config explain env=gsm8k           an option and its settings
   rlpost config explain learning            every setting about it
   rlpost config explain env.path train grpo recipe=gsm8k-smollm2-cpu
-"""
-INIT_EXAMPLES = """\
-  rlpost config init mine.yaml
-  rlpost config init recipes/mine.yaml train grpo env=gsm8k optim.lr=1e-6
 """
 LIST_EXAMPLES = """\
   rlpost config list
   rlpost config list model
+  rlpost config list env plugin=./my_env.py
 """
 SHOW_EXAMPLES = """\
   rlpost config show
   rlpost config show train grpo env=gsm8k optim.lr=1e-6
   rlpost config show eval model=qwen
+  rlpost config show env=gsm8k --recipe mine.yaml
 """
 app = App(help="List, show and explain settings.")
 
@@ -50,7 +48,7 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="[KEY] [VERB] [KEY=VALUE]...",
-            help="A key or group, or a word to search for; all keys if left out.",
+            help="A key, group or option, or a word to search for; all keys if left out.",
             autocompletion=complete_explain,
         ),
     ] = None,
@@ -58,127 +56,123 @@ def explain(
 ) -> None:
     """Say what a setting is: value, type, meaning, who set it, and what the papers used.
 
-    Of any other word: the settings whose name or meaning has it.
+    Of an option, as env=gsm8k: what it is, and its settings. Of any other word: the settings whose name or meaning has
+    it.
     """
     name, rest = _split_key(words or [])
     command, overrides = verb_and_rest(rest)
     from rlpost.config.explain import every_key, search
     from rlpost.config.explain import explain as explained
 
+    found: Any
     if name is None:
-        lines = every_key(command, overrides)
-        if as_json:
-            print_json(lines)
-        else:
-            print_lines(key_table(lines))
-        return
-    if not rest and (found := search(name)):
-        if as_json:
-            print_json(found)
-        else:
-            print_lines(table([(row["key"], row["meaning"]) for row in found]))
-        return
-    meaning = explained(name, command if rest and "=" not in rest[0] else None, overrides)
-    if as_json:
-        print_json(meaning)
+        found = every_key(command, overrides)
+        lines = key_table(found)
+    elif not rest and (found := search(name)):
+        lines = table([(row["key"], row["meaning"]) for row in found])
     else:
-        print_lines(lines_of(meaning))
-
-
-@app.command("init", examples=INIT_EXAMPLES, short_help="Write a commented recipe.")
-def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, NAME.yaml.")],
-    words: Words = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a commented recipe: what people change first, and the rest commented out."""
-    command, overrides = verb_and_rest(words or [])
-    from rlpost.config.explain import write_starter
-
-    needed, typed = write_starter(expanded(file), command, overrides)
-    using = shlex.join([f"recipe={_as_recipe(file)}", *typed])
-    use = f"rlpost {command.verb} {using}"
+        found = explained(name, command if rest and "=" not in rest[0] else None, overrides)
+        if rest == words:  # one option was named: the others are beside the point
+            del found["options"]
+        lines = group_lines(found) if "keys" in found else key_lines(found)
     if as_json:
-        print_json({"file": str(expanded(file)), "needed": needed, "use": use})
-        return
-    if needed:
-        print(f"give these a value in it first: {', '.join(needed)}")
-    print(printable(f"wrote {file}; use it with: {use}"))
+        print_json(found)
+    else:
+        print_lines(lines)
 
 
-@app.command("list", examples=LIST_EXAMPLES, short_help="List the options of each group, and the recipes.")
+@app.command("list", examples=LIST_EXAMPLES, short_help="List the options of each group, recipes and rewards.")
 def list_options(
-    group: Annotated[
-        str | None, typer.Argument(metavar="[GROUP]", help="Only this group.", autocompletion=complete_group)
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[GROUP] [plugin=FILE]...",
+            help="Only this group; files that add to it.",
+            autocompletion=complete_group,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the options of each group (chosen by group=option) and the recipes."""
-    groups = [*CHOICES, RECIPES]
-    wanted = group.removesuffix("s") if group == "recipes" else group
-    if wanted is not None and wanted not in groups:
-        hint = did_you_mean(nearest(wanted, groups), f"the groups are {', '.join(groups)}")
-        raise ConfigError(f"{wanted} is not a group{hint}")
-    listed = {name: _described(name) for name in (groups if wanted is None else [wanted])}
+    """List the options of each group (chosen by group=option), the recipes, and the rewards for env.reward."""
+    wanted = words or []
+    if any(word.startswith("plugin=") for word in wanted):
+        from rlpost.config.plugins import without_plugins
+
+        wanted = without_plugins(wanted)
+    groups = [*CHOICES, RECIPES, REWARDS]
+    named = [word if word in groups else word.removesuffix("s") for word in wanted]
+    if unknown := next((word for word in named if word not in groups), None):
+        hint = did_you_mean(nearest(unknown, groups), f"the groups are {', '.join(groups)}")
+        raise ConfigError(f"{unknown} is not a group{hint}")
+    listed = {name: _described(name) for name in named or groups}
     if as_json:
         print_json(listed)
         return
+    rows = table([row for described in listed.values() for row in described.items()], indent=2)
     for name, described in listed.items():
-        print(f"{name}=")
-        print_lines(table(list(described.items()), indent=2))
+        print("env.reward=" if name == REWARDS else f"{name}=")
+        print_lines(rows[: len(described)])
+        rows = rows[len(described) :]
 
 
-@app.command("show", examples=SHOW_EXAMPLES, short_help="Print a resolved configuration as YAML.")
-def show(words: Words = None, as_json: AsJson = False) -> None:
-    """Print the resolved configuration of a verb as YAML."""
+@app.command("show", examples=SHOW_EXAMPLES, short_help="Print a configuration, or write it as a recipe.")
+def show(
+    words: Words = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a commented recipe to this new file, NAME.yaml.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the resolved configuration of a verb as YAML.
+
+    With --recipe, write a recipe instead: what people change first, and the rest commented out.
+    """
+    command, overrides = verb_and_rest(words or [])
+    if recipe is not None:
+        from rlpost.config.explain import write_starter
+
+        needed, code = write_starter(expanded(recipe), command, overrides)
+        name = recipe.stem if recipe.parent == Path("recipes") and recipe.suffix == ".yaml" else recipe
+        use = f"rlpost {command.verb} {shlex.join([f'recipe={name}', *code])}"
+        if as_json:
+            print_json({"file": str(expanded(recipe)), "needed": needed, "use": use})
+            return
+        if needed:
+            print(f"give these a value in it first: {', '.join(needed)}")
+        print(printable(f"wrote {recipe}; use it with: {use}"))
+        return
+    from rlpost.cli.plan import resolved
     from rlpost.config.compose import compose
 
-    command, overrides = verb_and_rest(words or [])
     composed, _ = resolved(compose(command, overrides))
     if as_json:
-        print_json(
-            {
-                "verb": command.verb,
-                "choices": composed.choices,
-                "overrides": composed.overrides,
-                "settings": composed.as_dict(),
-            }
-        )
+        shown = {"verb": command.verb, "choices": composed.choices, "overrides": composed.overrides}
+        print_json({**shown, "settings": composed.as_dict()})
     else:
-        print(composed.yaml, end="")
+        sys.stdout.write(composed.yaml)
 
 
-def lines_of(meaning: Mapping[str, Any]) -> list[str]:
-    """One key, group or part as lines of the terminal."""
-    is_key = "type" in meaning
-    name = meaning["key" if is_key else "group"]
-    value = meaning["text" if is_key else "chosen"]
-    set_by = meaning["set_by"] or ("nobody yet: it needs a value" if is_key else None)
-    named = {"type": meaning.get("type"), "meaning": meaning["meaning"], "set by": set_by, "of": meaning.get("of")}
-    lines = [
-        name if value is None else f"{name}={value}",
-        "",
-        *table([row for row in named.items() if row[1]], indent=2),
-    ]
-    if options := meaning.get("options"):
-        lines += [
-            "",
-            "options:",
-            *table([("*" if each == value else " ", each, text) for each, text in options.items()], indent=2),
-        ]
-    if len(layers := meaning["layers"]) > 1:
-        unused = " (of another option: without effect)"
-        rows = [(layer["text"], layer["where"] + ("" if layer["effective"] else unused)) for layer in layers]
-        lines += ["", "set by (the last one counts):", *table(rows, indent=2)]
-    if papers := meaning.get("papers"):
-        lines += [
-            "",
-            "values in papers:",
-            *table([(p["value"], f"{p['paper']}, {p['where']}") for p in papers], indent=2),
-        ]
-    if is_key:
-        return [*lines, "", f"as in {meaning['command']}"]
-    return [*lines, "", "settings:", *key_table(meaning["keys"]), "", f"a group of {meaning['command']}"]
+def key_lines(meaning: Mapping[str, Any]) -> list[str]:
+    """One key as lines of the terminal."""
+    set_by = meaning["set_by"] or "nobody yet: it needs a value"
+    rows = [("type", meaning["type"]), ("meaning", meaning["meaning"]), ("set by", set_by), ("of", meaning["of"])]
+    lines = [f"{meaning['key']}={meaning['text']}", "", *table(rows, indent=2)]
+    if papers := [(paper["value"], f"{paper['paper']}, {paper['where']}") for paper in meaning["papers"]]:
+        lines += ["", "values in papers:", *table(papers, indent=2)]
+    return [*lines, "", f"as in {meaning['command']}"]
+
+
+def group_lines(meaning: Mapping[str, Any]) -> list[str]:
+    """A group, or a part without options, as lines of the terminal."""
+    chosen = meaning["chosen"]
+    lines = [meaning["group"] if chosen is None else f"{meaning['group']}={chosen}", ""]
+    rows = [("meaning", meaning["meaning"]), ("set by", meaning["set_by"])]
+    lines += table([row for row in rows if row[1]], indent=2)
+    lines += ["", *meaning["description"].splitlines()]
+    if listed := [("*" if name == chosen else " ", name, text) for name, text in meaning.get("options", {}).items()]:
+        lines += ["", "options:", *table(listed, indent=2)]
+    settings = [(f"{key['key']}={key['text']}", key["meaning"], key["type"]) for key in meaning["keys"]]
+    return [*lines, "", "settings:", *table(settings, indent=2), "", f"a group of {meaning['command']}"]
 
 
 def key_table(keys: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -190,29 +184,31 @@ def key_table(keys: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _split_key(words: list[str]) -> tuple[str | None, list[str]]:
-    """The key to explain, and the other words; without a key first, every key is meant."""
-    if not words or "=" in words[0]:
-        return None, words
+    """The key or group to explain, and the other words; without one first, every key is meant.
+
+    An option, env=gsm8k, names its group.
+    """
+    first = words[0] if words else ""
+    if (group := first.partition("=")[0]) in CHOICES and "=" in first:
+        return group, words
     verbs = {command.verb for command in COMMANDS} - {"eval"}  # eval is a part of the configuration too
-    if any(" ".join(words[: len(verb.split())]) == verb for verb in verbs):
+    if not words or "=" in first or any(" ".join(words[: len(verb.split())]) == verb for verb in verbs):
         return None, words
-    return words[0], words[1:]
+    return first, words[1:]
 
 
 def _described(group: str) -> dict[str, str]:
-    """Option or recipe -> its description."""
+    """Option, recipe or reward -> its description."""
     if group == RECIPES:
         return {name: description(file) for name, file in recipes().items()}
-    return {option: describe(group, option) + _owners(group, option) for option in options(group)}
+    if group == REWARDS:
+        from rlpost.rewards.builtin import BUILT_IN
+        from rlpost.settings.base import REWARDS as OWN
 
-
-def _owners(group: str, option: str) -> str:
-    """The commands that can choose an option, if others with its group cannot."""
+        more = {name: ", and env.accuracy" if row.measures_accuracy else "" for name, row in BUILT_IN.items()}
+        built_in = {name: first_line_of(row.function).removesuffix(".") + more[name] for name, row in BUILT_IN.items()}
+        return built_in | {name: first_line_of(function) for name, function in OWN.items()}
     having = [command for command in COMMANDS if group in groups_of(command.settings)]
-    owners = commands_of(group, option)
-    return "" if owners == having else f" ({', '.join(command.verb for command in owners)})"
-
-
-def _as_recipe(file: Path) -> str:
-    """The value of `recipe=` for the file: its name if it is in ./recipes, else its path."""
-    return file.stem if file.parent == Path("recipes") and file.suffix == ".yaml" else str(file)
+    owners = {option: commands_of(group, option) for option in options(group)}
+    only = {option: f" ({', '.join(o.verb for o in each)})" for option, each in owners.items() if each != having}
+    return {option: describe(group, option) + only.get(option, "") for option in owners}

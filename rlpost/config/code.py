@@ -11,13 +11,13 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.config.overrides import Override, parse_value, shown
-from rlpost.config.schema import Key, as_text, class_of, keys_of, options
+from rlpost.config.schema import Key, as_text, class_of, flat, keys_of, options
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.settings.base import MISSING
@@ -25,31 +25,22 @@ from rlpost.settings.env import SourceText
 from rlpost.text import without_passwords
 
 _FILE = re.compile(r"[^\s,=:\[\]\"']+\.py\b")
-_CALL = re.compile(r"\$\{\s*([\w.]+)\s*:")
 _SOURCES = "env.sources"  # each of them has the settings of an environment, and code by the rules of that one
 
 
 def check_code(keys: Iterable[Key], config: DictConfig, given: Sequence[Override]) -> None:
-    """Raise ConfigError where a value of `config` makes something run that no word of a command line gave."""
+    """Raise ConfigError where a value of `config` makes something run that no word of a command line gave.
+
+    A value of conf/ cannot refer to others (${...}): it could copy a secret of this machine into a run.
+    """
     by = {override.key: override for override in given}
-    content = OmegaConf.to_container(config)  # as it is written: a reference (${...}) is not a name
-    assert isinstance(content, dict)
-    held = [(key, _at(content, key.name)) for key in keys]
-    for key, value in held:
-        if key.runs is not None:
-            check_origin(key, value, by.get(key.name))
-    for key, value in held:
-        check_calls_nothing(key.name, value)
-        check_no_password(key.name, value)
-
-
-def check_calls_nothing(name: str, value: Any) -> None:
-    """Raise ConfigError where `value` has OmegaConf work something out, such as what an environment variable holds."""
-    if called := _CALL.search(str(value)):
-        raise ConfigError(
-            f"{name} stands in conf/ and calls ${{{called[1]}:...}}, which could copy a secret of this machine into a "
-            "run: write the value out"
-        )
+    values = flat(cast(dict[str, Any], OmegaConf.to_container(config)))  # as they are written
+    for name, value in values.items():
+        if "${" in str(value):
+            raise ConfigError(f"{name} stands in conf/ and refers to another value with ${{...}}: write it out")
+        check_no_password(name, value)
+    for key in keys:
+        check_origin(key, values.get(key.name), by.get(key.name))
 
 
 def check_no_password(name: str, value: Any) -> None:
@@ -82,7 +73,7 @@ def makes_run(key: Key, value: Any) -> bool:
     """Whether `value` of `key` makes something run."""
     if key.runs is None or value == MISSING:
         return False
-    if key.name == _SOURCES and isinstance(value, list):  # else a reference that is not resolved yet
+    if key.name == _SOURCES:
         return any(_is_source_of_code(str(text)) for text in value)
     return key.runs.by(value)
 
@@ -143,16 +134,6 @@ def _keys_named(name: str, choices: Mapping[str, str]) -> list[Key]:
 @cache
 def _running() -> list[Key]:
     """rlpost's own keys with values that run code."""
-    own = [key for command in COMMANDS for key in keys_of(command.settings)]
-    of_groups = [k for group, rows in CHOICES.items() for row in rows.values() for k in keys_of(row.cls, f"{group}.")]
-    return [key for key in [*own, *of_groups] if key.runs is not None]
-
-
-def _at(content: Mapping[Any, Any], name: str) -> Any:
-    """The value of a dotted key; where a whole part is a reference, that."""
-    value: Any = content
-    for part in name.split("."):
-        if not isinstance(value, Mapping):
-            break
-        value = value.get(part)
-    return value
+    classes = [(command.settings, "") for command in COMMANDS]
+    classes += [(row.cls, f"{group}.") for group, rows in CHOICES.items() for row in rows.values()]
+    return [key for settings, prefix in classes for key in keys_of(settings, prefix) if key.runs is not None]

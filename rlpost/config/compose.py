@@ -5,8 +5,7 @@ A mix of environments is composed source by source, each with the rules for `env
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -22,29 +21,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from rlpost.catalog import CHOICES, COMMANDS, TRAIN_SFT, Command, S
+from rlpost.catalog import CHOICES, TRAIN_SFT, Command, S
 from rlpost.config import schema
 from rlpost.config.code import check_code, check_origin
-from rlpost.config.overrides import (
-    YAML_ERRORS,
-    Override,
-    as_model_path,
-    error_at,
-    merge,
-    names_code,
-    parse_value,
-    parse_words,
-    refers,
-)
+from rlpost.config.overrides import YAML_ERRORS, Override, as_model_path, error_at, merge, parse_value, parse_words
 from rlpost.config.paths import (
     LATEST,
-    RUNS,
     check_class,
     check_data_path,
     check_model_folder,
     check_reward,
     is_adapter_folder,
-    is_run_folder,
     resolve_adapter_path,
     resolve_model_path,
 )
@@ -136,7 +123,11 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     settings = _to_object(command, merged.config)
     assert isinstance(settings, command.settings)
     own: Any = settings
-    _check_paths(own.model.path, getattr(own, "teacher", None), own.lora.path if hasattr(own, "lora") else None)
+    _check_model(own.model.path, "model.path")
+    if getattr(own, "teacher", None) is not None:
+        _check_model(own.teacher, "teacher")
+    if hasattr(own, "lora") and own.lora.path is not None:
+        resolve_adapter_path(own.lora.path)
     env, sources = own.env, sources_of(own.env) if isinstance(own.env, MixSettings) else []
     _check_environment(env, sources, getattr(own, "tools", ToolsSettings()))
     mixes = bool(sources) and not command.rows
@@ -164,7 +155,7 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     groups = schema.groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
     wrong = [override for override in chosen if override.text not in schema.options(override.key, command)]
-    config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen if o not in wrong})
+    config, choices = _compose_files(command, {o.key: o.text for o in chosen if o not in wrong})
     classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in choices}
     keys = schema.keys_under(command, classes)
     unclear = tuple(f"{override.key}." for override in wrong)  # settings of options that cannot be chosen
@@ -197,23 +188,7 @@ def expand(command: Command[Any], given: list[Override], kept: Sequence[Override
     users = merge(from_recipe, [as_model_path(o) for o in given if o.key != "recipe"])
     if command.verb.startswith("train"):
         users = [_pinned(override) for override in users]
-    overrides = merge(kept, users)
-    for override in overrides:
-        if reason := names_code(override):
-            raise error_at(override, reason)
-    return overrides
-
-
-@contextmanager
-def files_of_conf(command: Command[Any], chosen: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Hydra, ready to read the files of conf/: the name of the root and the words for `chosen`."""
-    _store_schemas()
-    first, *others = (str(folder) for folder in schema.search_folders("conf"))
-    quoted = [folder.replace("\\", "\\\\").replace('"', '\\"') for folder in others]
-    searched = ",".join(f'"file://{folder}"' for folder in quoted)
-    with initialize_config_dir(config_dir=first, version_base="1.3"):
-        choices = [f"{group}={option}" for group, option in chosen.items()]
-        yield f"{command.name}_root", [f"hydra.searchpath=[{searched}]", *choices]
+    return merge(kept, users)
 
 
 # Sources of a mix of environments
@@ -290,24 +265,27 @@ def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dic
 # From files and words to one configuration
 
 
-def _compose_files(
-    command: Command[Any], groups: Sequence[str], chosen: Mapping[str, str]
-) -> tuple[DictConfig, dict[str, str]]:
+def _compose_files(command: Command[Any], chosen: Mapping[str, str]) -> tuple[DictConfig, dict[str, str]]:
     """The files of conf/ under the chosen options, typed by their schemas, and every group's option."""
+    offered = tuple((group, name, row.settings) for group, rows in CHOICES.items() for name, row in rows.items())
     found = [file for folder in schema.search_folders("conf") for file in folder.rglob("*.yaml") if file.is_file()]
     files = tuple((file, file.read_bytes()) for file in found)
-    config, choices = _composed(command, tuple(groups), tuple(chosen.items()), _offered(), files)
+    config, choices = _composed(command, tuple(chosen.items()), offered, files)
     return deepcopy(config), dict(choices)
 
 
 @lru_cache(maxsize=64)  # Hydra takes 0.1 s, and sweeps, mixes and explanations ask for the same again and again
-def _composed(
-    command: Command[Any], groups: tuple[str, ...], chosen: tuple[tuple[str, str], ...], *_: Any
-) -> tuple[DictConfig, dict[str, str]]:
+def _composed(command: Command[Any], chosen: tuple[tuple[str, str], ...], *_: Any) -> tuple[DictConfig, dict[str, str]]:
     """See `_compose_files`. The last two arguments are part of the cache's key alone: Hydra reads them itself."""
+    groups = schema.groups_of(command.settings)
+    _store_schemas(command, schema.default_choices(command) | dict(chosen))
+    first, *others = (str(folder) for folder in schema.search_folders("conf"))
+    quoted = [folder.replace("\\", "\\\\").replace('"', '\\"') for folder in others]
+    searched = ",".join(f'"file://{folder}"' for folder in quoted)
+    words = [f"hydra.searchpath=[{searched}]", *(f"{group}={option}" for group, option in chosen)]
     try:
-        with files_of_conf(command, dict(chosen)) as (root, words):
-            config = hydra_compose(root, words, return_hydra_config=True)
+        with initialize_config_dir(config_dir=first, version_base="1.3"):
+            config = hydra_compose(f"{command.name}_root", words, return_hydra_config=True)
         choices = {group: str(config.hydra.runtime.choices[group]) for group in groups}
     except (HydraException, *YAML_ERRORS, RecursionError) as error:  # RecursionError: a file that includes itself
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
@@ -325,56 +303,37 @@ def _composed(
     return config, choices
 
 
-def _store_schemas() -> None:
-    """Store the settings classes where YAML files can name them, and the options that no file of conf/ describes.
+def _store_schemas(command: Command[Any], choices: Mapping[str, str]) -> None:
+    """Store the settings classes that `command` under `choices` needs where YAML files can name them.
 
-    The root of each command is a node of its own: Hydra looks for the primary file in one folder
-    only, and this node includes conf/COMMAND.yaml, the user's or the built-in, or holds the defaults itself.
+    An option that no file of conf/ describes is stored too. The root of the command is a node of its own: Hydra looks
+    for the primary file in one folder only, and this node includes conf/COMMAND.yaml, the user's or the built-in, or
+    holds the defaults itself.
     """
-    offered = _offered()
-    names = [*(command.name for command in COMMANDS), *(f"{group}/{name}" for group, name, _ in offered)]
-    _store(tuple(COMMANDS), offered, frozenset(name for name in names if schema.conf_file(name) is not None))
-
-
-def _offered() -> tuple[tuple[str, str, type], ...]:
-    """Every option that is a row of the catalogue: its group, its name and its settings class."""
-    return tuple((group, name, row.cls) for group, rows in CHOICES.items() for name, row in rows.items())
-
-
-@lru_cache(maxsize=1)  # files and options rarely change between two calls
-def _store(
-    commands: tuple[Command[Any], ...], offered: tuple[tuple[str, str, type], ...], described: frozenset[str]
-) -> None:
-    """Store the options of every group, and a root for each command; a file of conf/ describes those in `described`."""
     store = ConfigStore.instance()
     # Hydra copies all of it in each call, for half of the time that it takes; it copies what it gives from it anyway
     vars(store)["__deepcopy__"] = lambda memo: store
-    for command in commands:
-        stored = schema.schema_name(command.name)
-        own = [stored, *({group: option} for group, option in command.choices.items())]
-        first = [command.name] if command.name in described else own
-        store.store(name=f"{command.name}_root", node={"defaults": [*first, "_self_"]})
-        store.store(name=stored, node=command.settings)
-    for group in CHOICES:
+    own = schema.schema_name(command.name)
+    defaults = [own, *({group: option} for group, option in command.choices.items())]
+    first = defaults if schema.conf_file(command.name) is None else [command.name]
+    store.store(name=f"{command.name}_root", node={"defaults": [*first, "_self_"]})
+    store.store(name=own, node=command.settings)
+    for group in schema.groups_of(command.settings):
         store.repo.pop(group, None)  # Hydra would merge a new file with a stored option of the same name
-    for group, name, kind in offered:
-        stored = schema.schema_name(name)
-        store.store(group=group, name=stored, node=kind)
-        if f"{group}/{name}" not in described:
-            store.store(group=group, name=name, node={"defaults": [stored, "_self_"]})
+        _, row = schema.made_of(group, choices.get(group, ""))
+        for name in [row] if row else CHOICES[group]:  # a file that names no row may lead to any
+            store.store(group=group, name=schema.schema_name(name), node=CHOICES[group][name].cls)
+            if schema.conf_file(f"{group}/{name}") is None:
+                store.store(group=group, name=name, node={"defaults": [schema.schema_name(name), "_self_"]})
 
 
 def _pinned(override: Override) -> Override:
     """Replace a run given as `teacher` or `model.path` by its latest checkpoint, which a resumed run then has too."""
     text = override.text
-    if override.key not in ("teacher", "model.path") or not text:
-        return override
-    if override.key == "teacher" and is_run_folder(RUNS / text) and not expanded(text).exists():
-        text = str(RUNS / text)
     latest = expanded(text) / "checkpoints" / LATEST
-    if latest.exists():
-        text = str(Path(text) / "checkpoints" / latest.resolve().name)
-    return Override(override.key, text, override.source)
+    if override.key not in ("teacher", "model.path") or not text or not latest.exists():
+        return override
+    return replace(override, text=str(Path(text) / "checkpoints" / latest.resolve().name))
 
 
 def _leave_empty(config: DictConfig, keys: Sequence[str]) -> None:
@@ -389,13 +348,9 @@ def _set(config: DictConfig, key: schema.Key, override: Override) -> Any:
     """Write one override into `config`; returns its typed value."""
     try:
         value = parse_value(key, override.text)
-        if reason := refers(override, value):
-            raise ConfigError(reason)
-        OmegaConf.update(config, key.name, value)
     except ConfigError as error:
         raise error_at(override, str(error)) from None
-    except OmegaConfBaseException as error:
-        raise error_at(override, f"{override} does not fit: {_first_cause(error)}") from error
+    OmegaConf.update(config, key.name, value)
     return value
 
 
@@ -405,9 +360,8 @@ def _to_object(command: Command[Any], config: DictConfig) -> Any:
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         group, _, field = key.rpartition(".")
-        from rlpost.config.comments import docs_of
-
-        meaning = docs_of(cast(type, OmegaConf.get_type(config, group) if group else command.settings)).get(field)
+        owner = OmegaConf.get_type(config, group) if group else command.settings
+        meaning = schema.docs_of(cast(type, owner)).get(field)
         raise ConfigError(
             f"{key} has no value: give {key}=..." + (f"; it takes {meaning}" if meaning else "")
         ) from None
@@ -443,22 +397,10 @@ def _check_environment(env: EnvSettings, sources: Sequence[Source], tools: Tools
             raise type(error)(f'env.sources "{source.text}": {error}') from None
 
 
-def _check_paths(path: str, teacher: str | None, adapter: str | None) -> None:
-    if path in schema.options("model") and not Path(path).is_dir():
-        raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
-    if is_run_folder(RUNS / path) and not Path(path).is_dir():
-        raise ConfigError(f"model.path={path} is not a folder here; did you mean model=runs/{path}?")
-    _check_model(path, "model.path")
-    if teacher is not None:
-        if teacher in schema.options("model") and not Path(teacher).is_dir():
-            meant = schema.read_yaml(schema.conf_file(f"model/{teacher}")).get("path")
-            raise ConfigError(f"teacher={teacher} is neither a folder nor a hub id; did you mean teacher={meant}?")
-        _check_model(teacher, "teacher")
-    if adapter is not None:
-        resolve_adapter_path(adapter)
-
-
 def _check_model(path: str, key: str) -> None:
+    if path in schema.options("model") and not Path(path).is_dir():
+        meant = schema.read_yaml(schema.conf_file(f"model/{path}")).get("path")
+        raise ConfigError(f"{key}={path} is neither a folder nor a hub id; did you mean {key}={meant}?")
     folder = Path(resolve_model_path(path, key))
     if folder.is_dir() and not is_adapter_folder(folder):
         check_model_folder(folder)

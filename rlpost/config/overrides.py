@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.catalog import CHOICES, COMMANDS
-from rlpost.config.paths import DATA_FILES, GGUF, RUNS, is_run_folder
+from rlpost.config.paths import DATA_FILES, GGUF, RUNS, as_model, is_run_folder
 from rlpost.config.schema import NULL, Key, as_text, options, recipes
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
@@ -24,6 +23,8 @@ from rlpost.text import did_you_mean, nearest
 
 # errors of the YAML readers: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
 YAML_ERRORS = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, AttributeError, TypeError)
+
+SEVERAL = "is several values; add -m to run the command once for each"
 
 
 @dataclass(frozen=True)
@@ -62,35 +63,26 @@ def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Overrid
     return [*kept, *given]
 
 
-def names_code(override: Override) -> str | None:
-    """Why an override is refused that names code to run or refers to another value; None for any other."""
-    if "_target_" in override.key.split("."):
-        return f"{override} is refused: a setting cannot name code to run; remove {shown(override.key)}"
-    return refers(override, override.text)
-
-
-def refers(override: Override, value: Any) -> str | None:
-    """Why an override is refused whose value, as written or parsed, refers to another value; None for any other."""
-    texts = value if isinstance(value, list) else [value]
-    if any(isinstance(text, str) and "${" in text for text in texts):
-        return f"{override} is refused: a value cannot refer to another with ${{...}}; write it out"
-    return None
-
-
 def parse_value(key: Key, text: str) -> Any:
     """Parse `text` as the value of `key`.
 
     A text value is taken literally, so that a path or a prompt needs no second pair of quotes; one pair
-    around the whole value is removed, and JSON escapes work inside double quotes. Other types follow
-    Hydra's grammar. Raises ConfigError for a value that does not fit the key's type.
+    around the whole value is removed, and JSON escapes work inside double quotes. A list is written in
+    brackets, as JSON or in Hydra's grammar, which needs no quotes; a single value of it needs no brackets.
+    Raises ConfigError for a value that does not fit the key's type.
     """
     if text.strip() == NULL:
         if not key.optional:
             raise ConfigError(f"{key.name}=null is refused: it takes {_wanted(key)}")
         return None
-    if key.annotation is str:
-        return _unquoted(text)
-    return _list_of(key, text) if key.is_list else _checked(key, _parse_with_hydra(key, text), text)
+    if not key.is_list:
+        return _one_value(key, text)
+    if text.lstrip().startswith("["):
+        return [_one_value(key, as_text(element)) for element in _elements(key, text)]
+    if "," in text and _unquoted(text) == text:
+        bracketed = shlex.quote(f"{key.name}=[{shown(text)}]")
+        raise ConfigError(f"{key.name}={shown(text)} is several values; write {bracketed}")
+    return [_one_value(key, text)]
 
 
 def values_of(override: Override) -> list[str]:
@@ -119,14 +111,16 @@ def shown(text: str, longest: int = 60) -> str:
 
 
 def as_model_path(override: Override) -> Override:
-    """`model=runs/x`, or `model=x` for that run, as `model.path=runs/x`; any other override unchanged."""
-    text = override.text
-    if override.key != "model":
+    """`model=runs/x` as `model.path=runs/x`, and x as runs/x where that is a run; any other override unchanged."""
+    key, text = override.key, override.text
+    if key not in ("model", "model.path", "teacher") or not text:
         return override
-    if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
-        return Override("model.path", text, override.source)
-    if text and is_run_folder(RUNS / text) and text not in options("model"):
-        return Override("model.path", str(RUNS / text), override.source)
+    path = "model.path" if key == "model" else key
+    hidden = text in options("model") if key == "model" else expanded(text).exists()
+    if is_run_folder(RUNS / text) and not hidden:
+        return replace(override, key=path, text=str(RUNS / text))
+    if key == "model" and ("/" in text or text.startswith((".", "~")) or text.endswith(GGUF)):
+        return replace(override, key=path)
     return override
 
 
@@ -137,40 +131,29 @@ def _parse_word(word: str, before: Sequence[str], following: Sequence[str]) -> O
         raise ConfigError(f"{shown(word)}: settings are written without -, + and ~; write {shown(bare)}")
     if key and equals and key == key.strip() and text == text.lstrip():
         return Override(key, text)
-    meant = _as_setting(word) if not equals else None
+    meant = None if equals else _as_setting(word)
     whole = " ".join([*before, word, *takewhile(lambda each: "=" not in each, following)])
-    if "=" in whole.partition(word)[0] and (meant is None or _is_there(whole.partition("=")[2])):
+    if "=" in "".join(before) and (meant is None or expanded(whole.partition("=")[2]).exists()):
         quoted = shown(shlex.quote(whole), longest=200)
         raise ConfigError(f"{shown(word)} is not a setting: quote a value with spaces; write {quoted}")
     hint = did_you_mean(meant) or " without spaces, as in steps=20"
     raise ConfigError(f"{shown(word)} is not a setting: settings are written key=value{hint}")
 
 
-def _is_there(path: str) -> bool:
-    """Whether there is such a file or folder; False for a path that is too long."""
-    try:
-        return expanded(path).exists()
-    except OSError:
-        return False
-
-
 def _as_setting(word: str) -> str | None:
     """The setting that a bare word probably means: `model=qwen` for `qwen`, `recipe=my.yaml` for `my.yaml`."""
     verbs = {part for command in COMMANDS for part in command.verb.split()}
-    meant = next((f"{group}={word}" for group in CHOICES if word in options(group) and word not in verbs), None)
     if word in recipes() or word.endswith((".yaml", ".yml")):
-        meant = f"recipe={word}"
-    elif word.endswith(DATA_FILES):
-        meant = f"env=dataset env.path={word}"
-    elif word.endswith(".py"):
-        meant = f"plugin={word}"
-    elif word.endswith(GGUF):
-        meant = f"model={word}"
-    elif is_run_folder(RUNS / word):
-        meant = f"model={RUNS / word}"
-    elif _is_there(word) and Path(word).is_dir():
-        meant = f"model={word}" if "/" in word else f"model=./{word}"
-    return shown(meant) if meant else None
+        return f"recipe={word}"
+    if word.endswith(DATA_FILES):
+        return f"env=dataset env.path={word}"
+    if word.endswith(".py"):
+        return f"plugin={word}"
+    if word.endswith(GGUF):
+        return f"model={word}"
+    if run := next((folder for folder in (expanded(word), RUNS / word) if is_run_folder(folder)), None):
+        return f"model={as_model(run)}"
+    return next((f"{group}={word}" for group in CHOICES if word in options(group) and word not in verbs), None)
 
 
 def _unquoted(text: str) -> str:
@@ -184,57 +167,40 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def _parse_with_hydra(key: Key, text: str) -> Any:
+def _elements(key: Key, text: str) -> list[Any]:
+    """The elements of a list in brackets."""
     try:
-        parsed = OverridesParser.create().parse_override(f"{key.name}={text}")
-    except HydraException:
-        raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}") from None
-    if parsed.is_sweep_override():
-        one_list = key.is_list and not text.lstrip().startswith("[")
-        advice = (
-            f"write {shlex.quote(f'{key.name}=[{shown(text)}]')}"
-            if one_list
-            else "add -m to run the command once for each"
-        )
-        raise ConfigError(f"{key.name}={shown(text)} is several values; {advice}")
-    return parsed.value()
-
-
-def _list_of(key: Key, text: str) -> list[Any]:
-    """Parse a list, as JSON (which has escapes) or else in Hydra's grammar (which needs no quotes).
-
-    Without brackets it is a list of one value: text is taken literally, unless it has commas.
-    """
-    if not text.lstrip().startswith("["):
-        plain = key.element is str and ("," not in text or _unquoted(text) != text)
-        return [_unquoted(text) if plain else _checked(key, _parse_with_hydra(key, text), text)]
-    try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        value = _parse_with_hydra(key, text)
-    return [_checked(key, element, as_text(element)) for element in value]
+        pass
+    try:
+        elements = OverridesParser.create().parse_override(f"{key.name}={text}").value()
+    except HydraException:
+        elements = None
+    if not isinstance(elements, list):
+        wrong = f"cannot be read: it takes {_wanted(key)}" if elements is None else SEVERAL
+        raise ConfigError(f"{key.name}={shown(text)} {wrong}")
+    return elements
 
 
-def _checked(key: Key, value: Any, text: str) -> Any:
-    """One value, checked against the type of `key`'s elements."""
-    wanted = key.element
+def _one_value(key: Key, text: str) -> Any:
+    """One value of the type of `key`'s elements."""
+    kind, bare = key.element, _unquoted(text)
+    if "${" in bare:
+        raise ConfigError(f"{key.name}={shown(text)} is refused: a value cannot refer to another; write it out")
     if key.choices:
-        if str(value) not in key.choices:
-            hint = did_you_mean(nearest(text, key.choices))
+        if bare not in key.choices:
+            hint = did_you_mean(nearest(bare, key.choices))
             raise ConfigError(f"{key.name}={shown(text)} is unknown: it is one of {', '.join(key.choices)}{hint}")
-        return str(value) if wanted is str else wanted[str(value)]
-    if wanted is str:
-        return str(value)
-    if not _fits(value, wanted):
-        raise ConfigError(f"{key.name}={shown(text)} is of the wrong type: it takes {_wanted(key)}")
-    return wanted(value)
-
-
-def _fits(value: Any, wanted: type) -> bool:
-    """Whether a parsed value is a `wanted`; a whole number is a float too, true and false are not numbers."""
-    if isinstance(value, bool) or wanted is bool:
-        return isinstance(value, bool) and wanted is bool
-    return isinstance(value, (int, float) if wanted is float else wanted)
+        return bare if kind is str else kind[bare]
+    if kind is str:
+        return bare
+    try:
+        return {"true": True, "false": False}[bare.lower()] if kind is bool else kind(bare)
+    except (ValueError, KeyError):
+        is_several = "," in bare and not bare.startswith("[")
+        wrong = SEVERAL if is_several else f"is of the wrong type: it takes {_wanted(key)}"
+        raise ConfigError(f"{key.name}={shown(text)} {wrong}") from None
 
 
 def _wanted(key: Key) -> str:

@@ -170,7 +170,7 @@ def resolve_model_path(path: str, key: str = "model.path") -> str:
     safetensors, and for an adapter whose model is missing or an adapter; MissingExtraError for a packaged
     model whose packages are not installed.
     """
-    if ":" in path and path.partition(":")[0] in ("builtin", "packaged"):
+    if path.startswith(("builtin:", "packaged:")):
         if path not in NAMED_MODELS:
             hint = did_you_mean(nearest(path, NAMED_MODELS))
             raise ConfigError(f"{key}={path} is unknown: it is one of {', '.join(NAMED_MODELS)}{hint}")
@@ -178,35 +178,17 @@ def resolve_model_path(path: str, key: str = "model.path") -> str:
             PACKAGED[path].check_installed(f"{key}={path}")
         return path
     folder = expanded(path)
-    if folder.is_dir() and is_adapter_folder(folder):
-        resolve_adapter_path(path, key)
-        _check_base(folder, path, key)
-        return str(folder)
-    if folder.is_dir() and (file := _only_gguf(folder)) is not None:
-        return str(file)
     if folder.is_dir():
-        found = _model_folder(folder, path, key)
-        if not any(found.glob("*.safetensors")):
-            pickled = next(iter([*found.glob("*.bin"), *found.glob("*.pt*")]), None)
-            held = f"weights as a pickle ({pickled.name})" if pickled else "no weights"
-            raise ConfigError(f"{key}={path} holds {held}: rlpost reads .safetensors files only; convert it first")
-        return str(found)
+        return str(_model_in(folder, path, key))
     if folder.suffix == GGUF and folder.is_file():
-        return str(folder)
+        return path
     if folder.exists():
-        raise ConfigError(f"{key}={path} is a file: give the folder that holds it{_meant_by(folder)}")
-    if folder.suffix == GGUF:
-        otherwise = f"; a {GGUF} file is read from this machine: download it, or give OWNER/NAME of the whole model"
-        raise ConfigError(f"{key}={path} does not exist{nearby(folder, [GGUF]) or otherwise}")
-    if looks_local(path):
-        raise ConfigError(f"{key}={path} does not exist{nearby(folder, [GGUF], folders=True)}")
-    if "/" not in path and (near := one_typo_away(path, _model_names(Path()))):
-        raise ConfigError(f"{key}={path} is neither a folder here nor OWNER/NAME; did you mean ./{near}?")
-    if not HUB_ID.fullmatch(path) or len(path) > _LONGEST_HUB_ID:
-        raise ConfigError(
-            f"{key}={shortened(path, _LONGEST_HUB_ID)!r} is neither a folder nor a hub id such as "
-            "Qwen/Qwen2.5-0.5B-Instruct"
-        )
+        meant = "data is given as env.path" if folder.suffix in DATA_FILES else "give the folder that holds it"
+        raise ConfigError(f"{key}={path} is a file: {meant}")
+    if looks_local(path) or folder.suffix == GGUF or len(path) > _LONGEST_HUB_ID:
+        otherwise = f": give a folder, a {GGUF} file, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        near = nearby(folder, [GGUF], folders=True) or otherwise
+        raise ConfigError(f"{key}={shortened(path, _LONGEST_HUB_ID)} does not exist{near}")
     if path.lower().endswith("-gguf"):
         raise ConfigError(
             f"{key}={path} holds {GGUF} files, by its name: download one and give {key}=FILE{GGUF}, or name "
@@ -234,10 +216,7 @@ def run_of_model(path: str) -> Path | None:
 
 def adapter_base(folder: Path) -> str:
     """The base model that the adapter in `folder` names. Raises ConfigError if it names none."""
-    try:
-        base = json_in(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG} cannot be read: {error}") from error
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ConfigError(
             f"the adapter {folder} does not say which model it is for: give that as model.path and the adapter as "
@@ -263,19 +242,14 @@ def resolve_adapter_path(path: str, key: str = "lora.path") -> Path:
 
 def check_data_path(path: str, key: str = "env.path") -> None:
     """Raise DataError if the value of `key` is a local path that does not exist; a hub id passes."""
-    paths = paths_in(path)
-    for each in paths:
-        file = expanded(each)
+    for each in paths_in(path):
         if "://" in each:
             raise DataError(f"{key}={each} is an address: download it, and give the file")
+        file = expanded(each)
         if file.exists():
             continue
         near = nearby(file, DATA_FILES, folders=True)
-        if (
-            looks_local(each)
-            or file.suffix in (*DATA_FILES, *_OTHER_FILES)
-            or (file.suffix and "/" not in each and near)
-        ):
+        if looks_local(each) or file.suffix in (*DATA_FILES, *_OTHER_FILES) or (file.suffix and near):
             raise DataError(f"{key}={each} does not exist{near}")
 
 
@@ -313,77 +287,39 @@ def check_class(place: str, key: str) -> None:
 
 def looks_local(path: str) -> bool:
     """Whether a path that does not exist was meant as a local path rather than as a hub id."""
-    first = Path(path).parts[0] if path else ""
-    return (
-        not path
-        or path.startswith((".", "~", os.sep))
-        or path.endswith(os.sep)
-        or path.count("/") > 1
-        or first == "runs"
-        or ("/" in path and Path(first).is_dir())
-        or os.path.islink(path)  # a link to nowhere, or to itself
-    )
+    first, slash, _ = path.partition("/")
+    is_link = os.path.islink(path)  # a link to nowhere, or to itself
+    return not HUB_ID.fullmatch(path) or first == "runs" or (slash != "" and Path(first).is_dir()) or is_link
 
 
-def _check_base(adapter: Path, path: str, key: str) -> None:
-    base = adapter_base(adapter)
-    try:
-        resolve_model_path(base)
-    except (ConfigError, OSError, ValueError) as error:  # a byte 0, a name that is too long
-        raise ConfigError(
-            f"{key}={path} is an adapter for {base}, and that is not to be had here: put the model there, or "
-            f"give it as model.path and the adapter as lora.path ({error})"
-        ) from error
-
-
-def _only_gguf(folder: Path) -> Path | None:
-    """The one .gguf file of a folder that holds no other model."""
-    files = sorted(folder.glob(f"*{GGUF}"))
-    return files[0] if len(files) == 1 and not (folder / "config.json").is_file() else None
-
-
-def _model_folder(folder: Path, path: str, key: str) -> Path:
-    if (folder / "config.json").is_file():
+def _model_in(folder: Path, path: str, key: str) -> Path:
+    """The model that the existing `folder` stands for."""
+    if is_adapter_folder(folder):
+        resolve_adapter_path(path, key)
+        base = adapter_base(folder)
+        resolve_model_path(base, f"{key}={path} is an adapter, and its base model")
         return folder
-    if is_checkpoint_folder(folder):
-        return folder / "model"
-    if is_run_folder(folder):
-        latest = folder / "checkpoints" / "latest" / "model"
-        if not (latest / "config.json").is_file():
-            raise ConfigError(f"{key}={path} is a run without a finished checkpoint: resume it, or give another model")
-        return latest
-    if (folder / SWEEP_FILE).is_file():
-        jobs = sorted(job.name for job in folder.iterdir() if is_run_folder(job))
-        raise ConfigError(f"{key}={path} is a sweep of several runs: name one of {', '.join(jobs) or 'them'}")
-    raise ConfigError(
-        f"{key}={path} holds no model: there is no config.json in it, and it is not a run or checkpoint of rlpost"
-        f"{_held_instead(folder, path)}"
-    )
-
-
-def _held_instead(folder: Path, path: str) -> str:
-    """A hint at what a folder without a model holds: a model below it, a .gguf file, or data."""
-    if below := _model_names(folder):
-        return did_you_mean(str(Path(path) / below[0]) if len(below) == 1 else None, f"give one of {', '.join(below)}")
-    if files := sorted(folder.glob(f"*{GGUF}")):
-        return f"; give one of {', '.join(str(Path(path) / file.name) for file in files)}"
-    data = next((file for ending in DATA_FILES for file in sorted(folder.glob(f"*{ending}"))), None)
-    return f"; it holds {data.name}: data is given as env.path" if data else ""
-
-
-def _model_names(folder: Path) -> list[str]:
-    """The folders in `folder` that hold a model, by name."""
-    try:
-        return sorted(file.parent.name for file in folder.glob("*/config.json"))
-    except OSError:
-        return []
-
-
-def _meant_by(file: Path) -> str:
-    """A hint at what a file that is not a model was given for."""
-    if file.suffix == ".safetensors":
-        return did_you_mean(str(file.parent))
-    return "; data is given as env.path" if file.suffix in DATA_FILES else ""
+    places = (folder, folder / "model", folder / "checkpoints" / LATEST / "model")
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    files = sorted(folder.glob(f"*{GGUF}"))
+    if found is None and len(files) == 1:
+        return files[0]
+    if found is None and is_run_folder(folder):
+        raise ConfigError(f"{key}={path} is a run without a finished checkpoint: resume it, or give another model")
+    if found is None:
+        below = [each for each in sorted(folder.iterdir()) if (each / "config.json").is_file() or is_run_folder(each)]
+        data = any(file.suffix in DATA_FILES for file in folder.iterdir())
+        named = ", ".join(str(Path(path) / each.name) for each in [*below, *files])
+        hint = f"; give one of {named}" if named else "; data is given as env.path" if data else ""
+        raise ConfigError(
+            f"{key}={path} holds no model: there is no config.json in it, and it is not a run or checkpoint of "
+            f"rlpost{hint}"
+        )
+    if not any(found.glob("*.safetensors")):
+        raise ConfigError(
+            f"{key}={path} holds no .safetensors file, and rlpost reads no other weights: convert it first"
+        )
+    return found
 
 
 def nearby(missing: Path, endings: Collection[str], *, folders: bool = False) -> str:
@@ -489,14 +425,11 @@ def verify_model(folder: Path) -> None:
 
 def check_resumable(checkpoint: Path) -> None:
     """Raise CheckpointError if `checkpoint` keeps the model alone; the message says what to resume from instead."""
-    if not keeps_the_model_alone(checkpoint):
-        return
-    instead = (
-        "resume from latest"
-        if any(not keeps_the_model_alone(other) for other in checkpoints(checkpoint.parent)[-1:])
-        else f"begin another run from it with model.path={checkpoint}"
-    )
-    raise CheckpointError(f"{checkpoint} keeps the model alone: {instead}")
+    if keeps_the_model_alone(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} keeps the model alone: resume from latest, or begin another run from it with "
+            f"model.path={checkpoint}"
+        )
 
 
 def keeps_the_model_alone(checkpoint: Path) -> bool:

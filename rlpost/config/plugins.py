@@ -9,26 +9,18 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
-from rlpost.catalog import (
-    BUILT_IN_TOOLS,
-    CHOICES,
-    COMMANDS,
-    TRAIN_GRPO,
-    TRAIN_SFT,
-    WATCHERS,
-    Command,
-)
+from rlpost.catalog import BUILT_IN_TOOLS, CHOICES, COMMANDS, TRAIN_GRPO, TRAIN_SFT, WATCHERS, Command
 from rlpost.config.overrides import Override, parse_value, parse_words
 from rlpost.config.schema import TYPE_NAMES, Key, keys_of
 from rlpost.errors import ConfigError
-from rlpost.settings.base import BUILT_IN_REWARDS, CODE, MISSING, NAME, REWARD_FILES, REWARDS, RUNS, TOOLS, Choice
+from rlpost.settings.base import BUILT_IN_REWARDS, CODE, MISSING, NAME, REWARD_FILES, REWARDS, TOOLS, Choice
 from rlpost.settings.commands import FineTuningSettings, RunRequest, SampledSettings
 from rlpost.settings.env import EnvSettings
-from rlpost.settings.loss import ESTIMATORS, LOSSES, PolicyLossSettings
+from rlpost.settings.loss import ESTIMATORS, PolicyLossSettings
 from rlpost.text import first_line_of
 from rlpost.user_file import check_file, import_file
 
-PLUGIN = Key("plugin", list[str], False, [], CODE[RUNS])
+PLUGIN = Key("plugin", list[str], False, [], CODE)
 _loaded: set[str] = set()  # full paths
 
 
@@ -42,18 +34,17 @@ def load_plugins(paths: Sequence[str]) -> None:
         check_file(path, f"plugin={path}")
         before = registered()
         try:
-            file = import_file(path).__file__
-            added = {
-                kind: {name: row for name, row in rows.items() if name not in before[kind]}
-                for kind, rows in registered().items()
-            }
-            if file not in _loaded:
-                _check_added(path, added)
+            file = str(import_file(path).__file__)
         except ConfigError:
             restore(before)
             raise
-        _loaded.add(str(file))
-        REWARD_FILES.update(dict.fromkeys(added["reward"], str(file)))
+        if file not in _loaded and registered() == before:
+            raise ConfigError(
+                f"plugin={path} registers nothing: end it with rlpost.register_env(...), or with register_reward, "
+                "register_tool, register_loss, register_estimator, register_algorithm or register_watcher"
+            )
+        _loaded.add(file)
+        REWARD_FILES.update(dict.fromkeys(REWARDS.keys() - before["reward"].keys(), file))
 
 
 def without_plugins(words: Sequence[str]) -> list[str]:
@@ -69,30 +60,6 @@ def without_plugins(words: Sequence[str]) -> list[str]:
 def plugin_paths(override: Override) -> list[str]:
     """The paths that `plugin=...` names. Raises ConfigError for a list that cannot be read."""
     return parse_value(PLUGIN, override.text)
-
-
-def _check_added(path: str, added: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ConfigError for a plugin that registers nothing, and for keys that a command line cannot set."""
-    if not any(added.values()):
-        raise ConfigError(
-            f"plugin={path} registers nothing: end it with rlpost.register_env(...), or with register_reward, "
-            "register_tool, register_loss, register_estimator, register_algorithm or register_watcher"
-        )
-    of_groups = [(row.cls, f"{group}.") for group in ("env", "loss") for row in added[group].values()]
-    for settings, prefix in [*of_groups, *((command.settings, "") for command in added["algorithm"].values())]:
-        keys = keys_of(settings, prefix)
-        for key in keys:
-            if not _can_be_set(key):
-                raise ConfigError(
-                    f"plugin={path}: {settings.__name__}.{key.name.removeprefix(prefix)} has a type that cannot be "
-                    "set: use int, float, bool, str, an Enum, or a list of one of them"
-                )
-
-
-def _can_be_set(key: Key) -> bool:
-    if typing.get_origin(key.annotation) not in (None, list):
-        return False
-    return key.element in TYPE_NAMES or (isinstance(key.element, type) and issubclass(key.element, Enum))
 
 
 # What plugins register. Each function raises ConfigError for a name that is taken or cannot be one, and for other
@@ -202,7 +169,7 @@ def register_watcher(name: str, build: Callable[[Any], Any], *, optional: bool =
 
 _REGISTRIES: dict[str, dict[str, Any]] = {
     "env": CHOICES["env"],
-    "loss": LOSSES,
+    "loss": CHOICES["loss"],
     "estimator": ESTIMATORS,
     "reward": REWARDS,
     "tool": TOOLS,
@@ -239,14 +206,17 @@ def _check_name(caller: str, name: Any, existing: Any) -> None:
 
 
 def _check_dataclass(caller: str, settings: Any, *bases: type) -> None:
-    """Raise ConfigError unless `settings` is a dataclass derived from one of `bases`."""
+    """Raise ConfigError unless `settings` is a dataclass derived from one of `bases`, of values that can be set."""
+    name = getattr(settings, "__name__", repr(settings))
     if not (isinstance(settings, type) and issubclass(settings, bases)):
         known = " or ".join(f"rlpost.settings.{base.__name__}" for base in bases)
-        raise ConfigError(f"{caller}: {_shown(settings)} is not derived from {known}: derive it")
+        raise ConfigError(f"{caller}: {name} is not derived from {known}: derive it")
     if "__dataclass_fields__" not in vars(settings):
-        raise ConfigError(f"{caller}: {settings.__name__} is not a dataclass: put @dataclass above it")
-
-
-def _shown(value: Any) -> str:
-    """A value by its name, where it has one."""
-    return getattr(value, "__name__", None) or repr(value)
+        raise ConfigError(f"{caller}: {name} is not a dataclass: put @dataclass above it")
+    for key in keys_of(settings):
+        is_value = typing.get_origin(key.annotation) in (None, list) and isinstance(key.element, type)
+        if not is_value or not issubclass(key.element, (*TYPE_NAMES, Enum)):
+            raise ConfigError(
+                f"{caller}: {name}.{key.name} has a type that cannot be set: use int, float, bool, str, an Enum, or a "
+                "list of one of them"
+            )

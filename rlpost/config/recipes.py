@@ -1,4 +1,4 @@
-"""Recipes: a complete run in one flat YAML file of the same keys as the command line."""
+"""Recipes: a complete run in one YAML file of the same keys as the command line."""
 
 from __future__ import annotations
 
@@ -24,27 +24,19 @@ _MAPPINGS = ("model.chat_template_kwargs",)  # keys whose text is a mapping
 def read_recipe(name: str, command: Command[Any]) -> list[Override]:
     """The overrides of a recipe, given by name or by path.
 
-    Raises ConfigError for an unknown recipe, a recipe of another command, and a file that is not flat.
+    Keys may be nested or dotted. Raises ConfigError for an unknown recipe, a recipe of another command, and a file
+    that cannot be read.
     """
     file = find_recipe(name)
     content = _load(file)
     lines = line_numbers(file)
-    given = [
-        _override(inner, inner_value, f"{file}, line {lines.get(inner) or lines.get(key, 1)}")
-        for key, value in content.items()
-        if key != "command"
-        for inner, inner_value in ((key not in _MAPPINGS and schema.flat({key: value})) or {key: value}).items()
-    ]
+    values = schema.flat({key: _as_text_if_mapping(key, value) for key, value in content.items() if key != "command"})
+    given = [Override(key, schema.as_text(value), f"{file}, line {lines.get(key, 1)}") for key, value in values.items()]
     if next(iter(content), None) != "command":
         _check_it_is_ours(given, file, command)
     meant = _command(content, file, command)
     if meant is not command:
         raise ConfigError(f"recipe={name} is a recipe for rlpost {meant.verb}, not for rlpost {command.verb}")
-    known = [*schema.all_keys(command), *schema.groups_of(command.settings)]
-    if nested := [override for override in given if override.key in known and override.key not in content]:
-        written = ", ".join(f"{override.key}:" for override in nested)
-        outer = ", ".join(dict.fromkeys(f"{override.key.partition('.')[0]}:" for override in nested))
-        raise ConfigError(f"{nested[0].source}: a recipe is flat; write {written} in place of the nested {outer}")
     return [as_model_path(override) for override in given]
 
 
@@ -107,7 +99,7 @@ def _load(file: Path) -> dict[str, Any]:
     except YAML_ERRORS as error:
         raise ConfigError(f"{file} cannot be read: {[*str(error).splitlines(), type(error).__name__][0]}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: a recipe is a flat list of lines such as optim.lr: 1e-6")
+        raise ConfigError(f"{file}: a recipe is a list of lines such as optim.lr: 1e-6")
     return {str(key): value for key, value in content.items()}
 
 
@@ -121,7 +113,5 @@ def _lines_below(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int
             yield from _lines_below(element, prefix)
 
 
-def _override(key: str, value: Any, where: str) -> Override:
-    if isinstance(value, dict) and key in _MAPPINGS:
-        value = json.dumps(value)
-    return Override(key, schema.as_text(value), where)
+def _as_text_if_mapping(key: str, value: Any) -> Any:
+    return json.dumps(value) if key in _MAPPINGS and isinstance(value, dict) else value

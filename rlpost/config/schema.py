@@ -1,7 +1,7 @@
 """All settings: the keys of each settings class, the options of each group, and the recipes.
 
-Types and defaults are read from the settings classes, options from the files of conf/. A YAML file with aliases or
-deep nesting is refused before it is loaded: it could fill the memory.
+Types, defaults and meanings are read from the settings classes, options from the files of conf/. A YAML file with
+aliases or deep nesting is refused before it is loaded: it could fill the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, cast
 import rlpost
 from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command
 from rlpost.errors import ConfigError
-from rlpost.settings.base import MISSING, NAMES, RUNS, Runs
+from rlpost.settings.base import DOC, MISSING, NAMES, RUNS, Runs, marks_of
 from rlpost.text import did_you_mean, nearest
 
 TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
@@ -38,6 +38,7 @@ class Key:
     default: Any
     runs: Runs | None = None  # which of its values make something run, if any do
     names: Mapping[str, Any] | None = None  # the values allowed, where they are names that a plugin can add to
+    doc: str = ""  # what it means
 
     @property
     def is_list(self) -> bool:
@@ -81,14 +82,15 @@ def keys_under(command: Command[Any], chosen: Mapping[str, type]) -> dict[str, K
 def _keys_of(settings: type, prefix: str, chosen: tuple[tuple[str, type], ...]) -> list[Key]:
     """The keys of a settings class. Cached, because every unknown key needs those of all options."""
     keys: list[Key] = []
+    docs = docs_of(settings)
     for field in dataclasses.fields(settings):
         name = f"{prefix}{field.name}"
         annotation, optional = _without_none(types_of(settings)[field.name])
         if dataclasses.is_dataclass(annotation):
             keys += keys_of(cast(type, dict(chosen).get(name, annotation)), f"{name}.")
         else:
-            marks = field.metadata
-            keys.append(Key(name, annotation, optional, _default(field), marks.get(RUNS), marks.get(NAMES)))
+            runs, names = field.metadata.get(RUNS), field.metadata.get(NAMES)
+            keys.append(Key(name, annotation, optional, _default(field), runs, names, docs.get(field.name, "")))
     return keys
 
 
@@ -96,6 +98,11 @@ def _keys_of(settings: type, prefix: str, chosen: tuple[tuple[str, type], ...]) 
 def types_of(settings: type) -> dict[str, Any]:
     """Field name -> type, which takes a millisecond to find and is asked for again with every unknown key."""
     return typing.get_type_hints(settings)
+
+
+def docs_of(settings: type) -> dict[str, str]:
+    """Field name -> what it means, of the fields that say so."""
+    return marks_of(settings, DOC)
 
 
 def groups_of(settings: type) -> list[str]:
@@ -202,21 +209,42 @@ def _takes(command: Command[Any], group: str, cls: type | None) -> bool:
     return issubclass(cls, cast(type, declared)) and (not command.rows or getattr(cls, "has_replies", True))
 
 
-def class_of(group: str, option: str, seen: frozenset[str] = frozenset()) -> type | None:
-    """The settings class of an option, as its file or else its row names it; None where neither does.
+def class_of(group: str, option: str) -> type | None:
+    """The settings class of an option, as its file or else its row names it; None where neither does."""
+    _, row = made_of(group, option)
+    return CHOICES[group][row].cls if row else None
 
-    `seen` are the options whose files led here.
-    """
-    rows = CHOICES[group]
+
+def made_of(group: str, option: str) -> tuple[list[Path], str | None]:
+    """The files of conf/ that an option is made of, its own first, and the row that they name, if they name one."""
+    files: list[Path] = []
+    names = [option]
+    for name in names:  # grows by the options that a file builds on
+        file = conf_file(f"{group}/{name}")
+        if file is None and name in CHOICES[group]:
+            return files, name
+        if file is None:
+            continue
+        files.append(file)
+        for entry in map(str, _defaults(file)):
+            row = entry.removesuffix("_schema")
+            if entry == schema_name(row) and row in CHOICES[group]:
+                return files, row
+            if entry not in ("_self_", *names):
+                names.append(entry)
+    return files, None
+
+
+def describe(group: str, option: str) -> str:
+    """The description of an option: the first line of its file, or its row's."""
     file = conf_file(f"{group}/{option}")
-    if file is None:
-        return rows[option].cls if option in rows else None
-    for entry in map(str, _defaults(file)):
-        if entry == schema_name(name := entry.removesuffix("_schema")) and name in rows:
-            return rows[name].cls
-        if entry not in ("_self_", option, *seen) and (cls := class_of(group, entry, seen | {option})) is not None:
-            return cls
-    return None
+    return CHOICES[group][option].line if file is None else description(file)
+
+
+def description(file: Path) -> str:
+    """The comment on the first line of an option's or recipe's file; empty if it has none."""
+    first = next(iter(file.read_text(encoding="utf-8", errors="replace").splitlines()), "")
+    return first.lstrip("# ") if first.startswith("#") else ""
 
 
 def schema_name(row: str) -> str:
@@ -253,22 +281,28 @@ def all_keys(command: Command[Any]) -> dict[str, list[str]]:
 
     A key that does not depend on a choice maps to an empty list.
     """
-    rows = [(group, name, cls) for group in CHOICES for name, cls in classes_of(command, group).items()]
-    return dict(_all_keys(command, tuple(rows)))
+    return {name: list(owners) for name, (_, owners) in _table(command, _rows(command)).items()}
+
+
+def meanings(command: Command[Any]) -> dict[str, tuple[Key, str]]:
+    """Every key of `command` under any of its options, with what it means, or its type where nothing says so."""
+    return {name: (key, key.doc or key.type_name) for name, (key, _) in _table(command, _rows(command)).items()}
+
+
+def _rows(command: Command[Any]) -> tuple[tuple[str, str, type], ...]:
+    """Group, name and settings class of every row that `command` can choose, some of them a plugin's."""
+    return tuple((group, name, cls) for group in CHOICES for name, cls in classes_of(command, group).items())
 
 
 @lru_cache(maxsize=64)
-def _all_keys(command: Command[Any], rows: tuple[tuple[str, str, type], ...]) -> dict[str, list[str]]:
-    """The keys of a command and of rows (group, name, settings class), some of them a plugin's."""
-    owners: dict[str, list[str]] = {key.name: [] for key in keys_of(command.settings) if not _in_group(key)}
+def _table(command: Command[Any], rows: tuple[tuple[str, str, type], ...]) -> dict[str, tuple[Key, list[str]]]:
+    """The one table of keys: dotted key -> the key, and the rows that have it."""
+    found: dict[str, tuple[Key, list[str]]] = {key.name: (key, []) for key in keys_of(command.settings)}
+    found = {name: entry for name, entry in found.items() if name.partition(".")[0] not in CHOICES}
     for group, name, settings in rows:
         for key in keys_of(settings, f"{group}."):
-            owners.setdefault(key.name, []).append(f"{group}={name}")
-    return {name: where for name, where in owners.items() if name not in command.without}
-
-
-def _in_group(key: Key) -> bool:
-    return key.name.partition(".")[0] in CHOICES
+            found.setdefault(key.name, (key, []))[1].append(f"{group}={name}")
+    return {name: entry for name, entry in found.items() if name not in command.without}
 
 
 def _yaml_files(folders: list[Path]) -> dict[str, Path]:

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation, InputMode, Ticket
 from rlpost.errors import ConfigError, DataError
-from rlpost.settings.base import Settings, limited
+from rlpost.settings.base import Settings, doc
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
@@ -435,6 +435,6 @@ class ToolLimits(Settings):
     with the limit; None: no limit. An answer is truncated to `max_output_chars` characters.
     """
 
-    max_calls: int | None = limited(None, at_least=1)
-    max_calls_per_turn: int | None = limited(8, at_least=1)
-    max_output_chars: int = limited(4000, at_least=1)
+    max_calls: int | None = doc(None, at_least=1)
+    max_calls_per_turn: int | None = doc(8, at_least=1)
+    max_output_chars: int = doc(4000, at_least=1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlpost.catalog import option_of
+from rlpost.catalog import CHOICES, option_of
 from rlpost.errors import ConfigError
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Microbatch, Row, by_row
@@ -29,7 +29,7 @@ from rlpost.objectives.aggregation import (
 from rlpost.objectives.variants import Surrogate, Tokens
 from rlpost.settings import PolicyLossSettings
 from rlpost.settings.base import Choice
-from rlpost.settings.loss import LOSSES, RatioTo
+from rlpost.settings.loss import RatioTo
 from rlpost.text import did_you_mean, nearest
 
 PAPERS_MAX_RATIO = ("delta", "c")  # what the papers of two_sided and dual_clip call it
@@ -51,13 +51,13 @@ class Variant:
 
     @classmethod
     def of(cls, row: Choice) -> Variant:
-        """The variant of a row of `LOSSES`."""
+        """The variant of a row of `CHOICES["loss"]`."""
         settings: PolicyLossSettings = row.cls()
         return cls(row.build, settings.usual_aggregation.name, coefficients_of(settings))
 
 
 # the variants that rlpost has
-VARIANTS = {name: Variant.of(row) for name, row in LOSSES.items() if issubclass(row.cls, PolicyLossSettings)}
+VARIANTS = {name: Variant.of(row) for name, row in CHOICES["loss"].items() if issubclass(row.cls, PolicyLossSettings)}
 
 
 @dataclass(slots=True)
@@ -345,7 +345,7 @@ class PolicyObjective:
         own, sampler = padded(log_probs), padded(microbatch.sampler_log_probs)
         old = own.detach() if microbatch.old_log_probs is None else padded(microbatch.old_log_probs)
         terms = policy_terms(
-            LOSSES[self.variant].build,
+            CHOICES["loss"][self.variant].build,
             own,
             sampler if self.ratio_to_sampler else old,
             padded(microbatch.advantage),

@@ -16,12 +16,11 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from rlpost.catalog import option_of
+from rlpost.catalog import CHOICES, option_of
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Microbatch, Row, by_row
 from rlpost.objectives.aggregation import sequence_mean, sequence_sum
 from rlpost.settings import PairLossSettings
-from rlpost.settings.loss import LOSSES
 
 BY_TOKEN = ("dpo_norm", "ipo")  # the losses that read log-ratios averaged over a reply's tokens, not summed
 
@@ -74,7 +73,7 @@ def pair_terms(
     """
     of_reply = sequence_mean if name in BY_TOKEN else sequence_sum
     ratios = of_reply(log_probs - ref_log_probs.detach(), mask)
-    function: Callable[..., torch.Tensor] = LOSSES[name].build
+    function: Callable[..., torch.Tensor] = CHOICES["loss"][name].build
     rewards = beta * ratios.detach()
     return PairTerms(
         loss=function(ratios[::2] - ratios[1::2], beta=beta, **more),

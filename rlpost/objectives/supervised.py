@@ -124,7 +124,7 @@ class SFTOutput:
 class SFTObjective:
     """The loss that `settings` describe; the gradient does not depend on how a minibatch is split.
 
-    Its row in `LOSSES` names a function as `sft_loss`, which is called with the settings' own values.
+    Its row in `CHOICES["loss"]` names a function as `sft_loss`, which is called with the settings' own values.
     """
 
     def __init__(self, settings: DemonstrationLossSettings) -> None:

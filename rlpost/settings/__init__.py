@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlpost.settings.base import *
     from rlpost.settings.commands import *
     from rlpost.settings.env import *
     from rlpost.settings.foreign import *

@@ -8,19 +8,19 @@ it: a recipe, a file of conf/ and a run folder may be anybody's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, cached_property
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, first_line_of, nearest
 
 MISSING: Any = "???"  # OmegaConf's mark for a missing value; composing fills it in
-LIMITS = "rlpost.limits"  # the key in a field's metadata
+DOC, LIMITS, NAMES, RUNS = "rlpost.doc", "rlpost.limits", "rlpost.names", "rlpost.runs"  # keys of a field's metadata
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
 
@@ -48,11 +48,30 @@ class Limits:
         )
 
 
-def limited(
-    default: T, at_least: float | None = None, at_most: float | None = None, *, above: float | None = None
+def doc(
+    default: T | Callable[[], T],
+    text: str = "",
+    at_least: float | None = None,
+    at_most: float | None = None,
+    *,
+    above: float | None = None,
+    runs: Runs | None = None,
+    names: Mapping[str, Any] | None = None,
 ) -> T:
-    """A field of a settings class with the lowest and the highest value that `Settings` lets it have beside None."""
-    return field(default=default, metadata={LIMITS: Limits(at_least, at_most, above)})
+    """A field of a settings class: its default, what it means, and for a number the lowest and the highest value.
+
+    `default` is a value, or the settings class of a part of the configuration. `runs` marks a setting whose value makes
+    something run; `names` are the values that a text may have. A derived class that gives the field another default
+    alone keeps its meaning and limits.
+    """
+    limits = Limits(at_least, at_most, above)
+    given = {DOC: text or None, LIMITS: None if limits == Limits() else limits, RUNS: runs, NAMES: names}
+    marks = {mark: value for mark, value in given.items() if value is not None}
+    if isinstance(default, list):
+        return field(default_factory=lambda: cast(T, [*default]), metadata=marks)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=marks)
+    return field(default=cast(T, default), metadata=marks)
 
 
 class Settings:
@@ -69,7 +88,7 @@ class Settings:
             cls._prefix = f"{group}."
 
     def __post_init__(self) -> None:
-        for name, limits in limits_of(type(self)).items():
+        for name, limits in marks_of(type(self), LIMITS).items():
             value = getattr(self, name)
             if value is not None and not limits.hold(value):
                 raise ConfigError(f"{self._prefix}{name}={value} is out of range: it must {limits}")
@@ -81,13 +100,13 @@ class Settings:
 
 
 @cache
-def limits_of(settings: type) -> dict[str, Limits]:
-    """Field -> its limits, which stay where a derived class gives a field another default."""
+def marks_of(settings: type, mark: str) -> dict[str, Any]:
+    """Field -> what its metadata hold under `mark`, in the class or else in the nearest base that has it."""
     return {
-        name: own.metadata[LIMITS]
+        name: own.metadata[mark]
         for cls in reversed(settings.__mro__)
         for name, own in getattr(cls, "__dataclass_fields__", {}).items()
-        if LIMITS in own.metadata
+        if mark in own.metadata
     }
 
 
@@ -128,10 +147,7 @@ class Choice:
         return opened(self.builds) if isinstance(self.builds, str) else self.builds
 
 
-NAMES = "rlpost.names"  # the key in a field's metadata: the options by name
-
 NAME = re.compile(r"[A-Za-z][\w-]*")  # of anything that a plugin registers; not a file name
-RUNS = "rlpost.runs"  # the key in a field's metadata
 
 
 @dataclass(frozen=True)
@@ -156,27 +172,20 @@ def _beyond_names(value: Any) -> bool:
     return _is_given(value) and not all(isinstance(name, str) and NAME.fullmatch(name) for name in names)
 
 
-CODE = {RUNS: Runs("name code to run", _is_given)}
-CODE_UNLESS_NAMES = {  # of rewards: a plain name stands for a registered reward
-    RUNS: Runs("name code to run", _beyond_names, "a name", "FILE.py:FUNCTION")
-}
-CODE_IF_MODULE = {
-    RUNS: Runs("name code to run", lambda value: any(mark in str(value) for mark in (":", "${")), "a name")
-}
-MACHINE = {  # its workers receive the code, the model and the rows
-    RUNS: Runs(
-        "send code and data to another machine",
-        lambda value: value not in ("auto", "local"),
-        "auto or local",
-        "HOST:6379",
-    )
-}
-PROGRAM = {RUNS: Runs("name a program to start", _is_given)}
-SANDBOX = {
-    RUNS: Runs(
-        "let programs out of the sandbox", lambda value: getattr(value, "name", value) != "bubblewrap", "bubblewrap"
-    )
-}
+CODE = Runs("name code to run", _is_given)
+# of rewards: a plain name stands for a registered reward
+CODE_UNLESS_NAMES = Runs("name code to run", _beyond_names, "a name", "FILE.py:FUNCTION")
+CODE_IF_MODULE = Runs("name code to run", lambda value: ":" in str(value), "a name")
+MACHINE = Runs(  # its workers receive the code, the model and the rows
+    "send code and data to another machine",
+    lambda value: value not in ("auto", "local"),
+    "auto or local",
+    "HOST:6379",
+)
+PROGRAM = Runs("name a program to start", _is_given)
+SANDBOX = Runs(
+    "let programs out of the sandbox", lambda value: getattr(value, "name", value) != "bubblewrap", "bubblewrap"
+)
 
 
 # names of a reward's parts that are taken: reward/mean and so on are figures of the step, the last two are penalties

@@ -6,15 +6,14 @@ An algorithm's settings derive from `SampledSettings`, or from those of a shippe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import CODE, MISSING, Settings, limited
+from rlpost.settings.base import CODE, MISSING, Settings, doc
 from rlpost.settings.env import DatasetSettings, EnvSettings, ToolsSettings, check_tools
 from rlpost.settings.loss import (
-    LOSSES,
     AdvantageSettings,
     DemonstrationLossSettings,
     DifficultySettings,
@@ -65,8 +64,8 @@ def samples_per_prompt(k: Sequence[int], samples: int | None) -> int:
 class AttemptsSettings(Settings, group="eval"):
     """Attempts per prompt, and the figures made of them."""
 
-    k: list[int] = field(default_factory=lambda: [1])  # pass@k, avg@k and maj@k for each of these
-    samples: int | None = None  # completions per prompt; None: the largest of eval.k
+    k: list[int] = doc([1], "pass@k, avg@k and maj@k for each of these")
+    samples: int | None = doc(None, "completions per prompt; null: the largest of eval.k")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,12 +82,12 @@ class AttemptsSettings(Settings, group="eval"):
 class HeldOutSettings(Settings, group="eval"):
     """Evaluations during training and early stopping: one half of the prompts decides, the other is reported."""
 
-    enabled: bool = True  # false: no evaluation at all
-    every: int = limited(0, at_least=0)  # evaluate every N steps; 0: before and after training only
-    limit: int | None = limited(None, at_least=1)  # held-out prompts per evaluation; None: env.eval_limit
-    stop_at_accuracy: float | None = limited(None, 0.0, 1.0)  # stop when an evaluation reaches this lenient accuracy
-    stop_at_reward: float | None = None  # stop when an evaluation reaches this mean reward
-    patience: int | None = limited(None, at_least=1)  # stop after N evaluations in a row without a new best
+    enabled: bool = doc(True, "false: no evaluation at all")
+    every: int = doc(0, "evaluate every N steps; 0: before and after training only", at_least=0)
+    limit: int | None = doc(None, "held-out prompts per evaluation; null: env.eval_limit", at_least=1)
+    stop_at_accuracy: float | None = doc(None, "stop when an evaluation reaches this lenient accuracy", 0.0, 1.0)
+    stop_at_reward: float | None = doc(None, "stop when an evaluation reaches this mean reward")
+    patience: int | None = doc(None, "stop after N evaluations in a row without a new best", at_least=1)
 
     @property
     def stops(self) -> list[str]:
@@ -98,13 +97,11 @@ class HeldOutSettings(Settings, group="eval"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in self.stops:
-            if not self.enabled:
-                raise ConfigError(f"{key} has nothing to go by while eval.enabled=false: take one of them out")
-            if self.every == 0:
-                raise ConfigError(
-                    f"{key} needs evaluations between the first step and the last: add eval.every=10, say"
-                )
+        if self.stops and not (self.enabled and self.every):
+            raise ConfigError(
+                f"{self.stops[0]} needs evaluations between the first step and the last: give eval.every=10, say, and "
+                "leave eval.enabled=false out"
+            )
 
 
 @dataclass
@@ -119,7 +116,7 @@ class EvalDuringTrainingSettings(HeldOutSettings, AttemptsSettings):
 class EvalSamplingSettings(DrawSettings):
     """Sampling in `rlpost eval`."""
 
-    temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: 0 for one completion, 1 for several
+    temperature: float | None = doc(None, "0: greedy; null: 0 for one completion, 1 for several", at_least=0.0)
 
 
 @dataclass
@@ -131,17 +128,15 @@ class EvalSettings(Settings):
     learns_from_own: ClassVar[bool] = False
     learns_from_pairs: ClassVar[bool] = False
 
-    model: ModelSettings = MISSING  # the model to evaluate
-    env: EnvSettings = MISSING  # the environment: prompts and rewards
-    tools: ToolsSettings = field(default_factory=ToolsSettings)  # tools that the model may call
-    policy: PolicySettings = MISSING  # the engine that samples
-    sampling: EvalSamplingSettings = field(default_factory=EvalSamplingSettings)  # how completions are sampled
-    eval: AttemptsSettings = field(default_factory=AttemptsSettings)  # attempts per prompt and the figures made of them
-    plugin: list[str] = field(
-        default_factory=list, metadata=CODE
-    )  # Python files that register environments, rewards or tools
-    seed: int = limited(0, at_least=0)  # random seed for sampling; env.seed orders the prompts
-    max_tokens: int = limited(1024, at_least=2)  # most tokens of a demonstration whose loss is measured
+    model: ModelSettings = doc(MISSING, "the model to evaluate")
+    env: EnvSettings = doc(MISSING, "the environment: prompts and rewards")
+    tools: ToolsSettings = doc(ToolsSettings, "tools that the model may call")
+    policy: PolicySettings = doc(MISSING, "the engine that samples")
+    sampling: EvalSamplingSettings = doc(EvalSamplingSettings, "how completions are sampled")
+    eval: AttemptsSettings = doc(AttemptsSettings, "attempts per prompt and the figures made of them")
+    plugin: list[str] = doc([], "Python files that register environments, rewards or tools", runs=CODE)
+    seed: int = doc(0, "random seed for sampling; env.seed orders the prompts", at_least=0)
+    max_tokens: int = doc(1024, "most tokens of a demonstration whose loss is measured", at_least=2)
 
     @property
     def sampler(self) -> PolicySettings | None:
@@ -169,9 +164,9 @@ class EvalSettings(Settings):
 class CheckpointSettings(Settings, group="checkpoint"):
     """When to save checkpoints; the last step is always saved."""
 
-    every: int = limited(30, at_least=0)  # save every N steps; 0: not by steps
-    every_minutes: float = limited(5.0, at_least=0.0)  # save at least every N minutes; 0: not by time
-    keep_last: int = limited(2, at_least=1)  # checkpoints to keep; only the newest keeps optimizer and state
+    every: int = doc(30, "save every N steps; 0: not by steps", at_least=0)
+    every_minutes: float = doc(5.0, "save at least every N minutes; 0: not by time", at_least=0.0)
+    keep_last: int = doc(2, "checkpoints to keep; only the newest keeps optimizer and state", at_least=1)
 
 
 @dataclass
@@ -187,25 +182,27 @@ class TrainingSettings(Settings):
     waits_for: ClassVar[str]  # while it loads, as the screen says it
     ends_by: ClassVar[str] = "steps"  # the keys that say how long it trains
 
-    model: ModelSettings = MISSING  # the model to train
-    env: EnvSettings = MISSING  # the environment: prompts and rewards
-    policy: PolicySettings = MISSING  # the engine that samples
-    lora: LoRASettings = field(default_factory=LoRASettings)  # an adapter to train instead of all weights
-    loss: LossSettings = MISSING  # the loss
-    optim: OptimSettings = MISSING  # the optimizer
-    cluster: ClusterSettings = MISSING  # the machines that train and sample
-    tracking: TrackingSettings = MISSING  # the tracker that gets the figures besides metrics.jsonl
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when to save a checkpoint
-    diagnosis: DiagnosisSettings = field(default_factory=DiagnosisSettings)  # what to do when a run shows symptoms
-    report: ReportSettings = field(default_factory=ReportSettings)  # the HTML page about the finished run
-    plugin: list[str] = field(
-        default_factory=list, metadata=CODE
-    )  # Python files that register environments, rewards, tools, losses, advantage estimators, algorithms or watchers
-    seed: int = limited(0, at_least=0)  # random seed for prompt order, sampling and dropout
-    tokens_per_microbatch: int | None = limited(
-        None, at_least=1
-    )  # most tokens per forward and backward; None: 384 to 2048 on a CPU, up to 32768 on a GPU
-    deterministic: bool = False  # bitwise equal runs; needs policy=transformers
+    model: ModelSettings = doc(MISSING, "the model to train")
+    env: EnvSettings = doc(MISSING, "the environment: prompts and rewards")
+    policy: PolicySettings = doc(MISSING, "the engine that samples")
+    lora: LoRASettings = doc(LoRASettings, "an adapter to train instead of all weights")
+    loss: LossSettings = doc(MISSING, "the loss")
+    optim: OptimSettings = doc(MISSING, "the optimizer")
+    cluster: ClusterSettings = doc(MISSING, "the machines that train and sample")
+    tracking: TrackingSettings = doc(MISSING, "the tracker that gets the figures besides metrics.jsonl")
+    checkpoint: CheckpointSettings = doc(CheckpointSettings, "when to save a checkpoint")
+    diagnosis: DiagnosisSettings = doc(DiagnosisSettings, "what to do when a run shows symptoms")
+    report: ReportSettings = doc(ReportSettings, "the HTML page about the finished run")
+    plugin: list[str] = doc(
+        [],
+        "Python files that register environments, rewards, tools, losses, advantage estimators, algorithms or watchers",
+        runs=CODE,
+    )
+    seed: int = doc(0, "random seed for prompt order, sampling and dropout", at_least=0)
+    tokens_per_microbatch: int | None = doc(
+        None, "most tokens per forward and backward; null: 384 to 2048 on a CPU, up to 32768 on a GPU", at_least=1
+    )
+    deterministic: bool = doc(False, "bitwise equal runs; needs policy=transformers")
 
     @property
     def microbatch_tokens(self) -> int | None:
@@ -286,22 +283,20 @@ class SampledSettings(TrainingSettings):
     waits_for: ClassVar[str] = "loading the model, starting the policy"
     leaves_out: ClassVar[str] = "max_policy_lag"  # the keys that can leave no token to train on
 
-    collector: CollectorSettings = MISSING  # sample in turn with training (sync) or beside it (async)
-    tools: ToolsSettings = field(default_factory=ToolsSettings)  # tools that the model may call
-    sampling: TrainSamplingSettings = field(default_factory=TrainSamplingSettings)  # how completions are sampled
-    gate: GateSettings = field(default_factory=GateSettings)  # checks that sampler and trainer compute the same
-    eval: EvalDuringTrainingSettings = field(
-        default_factory=EvalDuringTrainingSettings
-    )  # evaluations on held-out prompts
-    prompts_per_step: int = limited(8, at_least=1)  # prompts per step; each gets group_size completions
-    group_size: int = 8  # completions per prompt, G in the paper
-    minibatch_size: int | None = limited(None, at_least=1)  # completions per optimizer step; None: all of a step's
-    passes: int = limited(1, at_least=1)  # how often each step's completions are trained on
-    max_policy_lag: int | None = limited(
-        None, at_least=0
-    )  # how many weight updates old a trained completion may be; None: 0, with collector=async 1
-    max_failed_share: float = limited(0.5, 0.0, 1.0)  # the run stops when more than this share of a step's rewards fail
-    steps: int = limited(60, at_least=1)  # training steps: sample, reward, update, push the weights
+    collector: CollectorSettings = doc(MISSING, "sample in turn with training (sync) or beside it (async)")
+    tools: ToolsSettings = doc(ToolsSettings, "tools that the model may call")
+    sampling: TrainSamplingSettings = doc(TrainSamplingSettings, "how completions are sampled")
+    gate: GateSettings = doc(GateSettings, "checks that sampler and trainer compute the same")
+    eval: EvalDuringTrainingSettings = doc(EvalDuringTrainingSettings, "evaluations on held-out prompts")
+    prompts_per_step: int = doc(8, "prompts per step; each gets group_size completions", at_least=1)
+    group_size: int = doc(8, "completions per prompt, G in the paper")
+    minibatch_size: int | None = doc(None, "completions per optimizer step; null: all of a step's", at_least=1)
+    passes: int = doc(1, "how often each step's completions are trained on", at_least=1)
+    max_policy_lag: int | None = doc(
+        None, "how many weight updates old a trained completion may be; null: 0, with collector=async 1", at_least=0
+    )
+    max_failed_share: float = doc(0.5, "the run stops when more than this share of a step's rewards fail", 0.0, 1.0)
+    steps: int = doc(60, "training steps: sample, reward, update, push the weights", at_least=1)
 
     def lengths(self, prompt_tokens: int) -> tuple[int, int, int]:
         """(tokens of the longest row, rows of a step, tokens of the largest group of rows that share a prompt).
@@ -390,14 +385,10 @@ class GRPOSettings(SampledSettings):
     usual_rates: ClassVar[UsualRates] = GRPO_RATES
     leaves_out: ClassVar = "loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"
 
-    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # how rewards become advantages
-    dynamic: DynamicSamplingSettings = field(
-        default_factory=DynamicSamplingSettings
-    )  # drops groups that cannot teach and draws more
-    difficulty: DifficultySettings = field(
-        default_factory=DifficultySettings
-    )  # draws prompts by how their last groups did
-    overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
+    advantage: AdvantageSettings = doc(AdvantageSettings, "how rewards become advantages")
+    dynamic: DynamicSamplingSettings = doc(DynamicSamplingSettings, "drops groups that cannot teach and draws more")
+    difficulty: DifficultySettings = doc(DifficultySettings, "draws prompts by how their last groups did")
+    overlong: OverlongSettings = doc(OverlongSettings, "completions near or at the token limit")
     loss: PolicyLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def check(self) -> None:
@@ -451,10 +442,9 @@ class GRPOSettings(SampledSettings):
                 f"loss.ref_sync_every needs a whole reference model, and {without} has none: leave one out"
             )
         if in_reward and estimator == "reinforce_pp" and not loss.takes_token_advantages:
-            name = next((name for name, row in LOSSES.items() if row.cls is type(loss)), type(loss).__name__)
             raise ConfigError(
                 "advantage.estimator=reinforce_pp with loss.kl_in=reward gives each token an advantage of its own, and "
-                f"loss={name} weighs whole completions: take loss=gspo_token"
+                "this loss weighs whole completions: take loss=gspo_token"
             )
 
 
@@ -462,7 +452,7 @@ class GRPOSettings(SampledSettings):
 class RowEvalSettings(HeldOutSettings):
     """The loss on held-out rows: before the first step, after the last, and between; accuracy on request."""
 
-    accuracy: bool = False  # also sample greedy replies to held-out prompts and score them
+    accuracy: bool = doc(False, "also sample greedy replies to held-out prompts and score them")
 
     def __post_init__(self) -> None:
         if self.stops and not self.accuracy:
@@ -479,17 +469,17 @@ class FineTuningSettings(TrainingSettings):
     look: ClassVar[str] = "look at the rows"  # what to do where nothing is learned
     must_stay: ClassVar = ("seed", "minibatch_size")  # the keys that a resumed run cannot change
 
-    policy: PolicySettings = MISSING  # samples the replies of eval.accuracy
-    cluster: NoClusterSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # the machines that train
-    eval: RowEvalSettings = field(default_factory=RowEvalSettings)  # evaluations on held-out rows
-    steps: int | None = limited(None, at_least=1)  # optimizer steps; None: as many as epochs needs
-    epochs: int | None = limited(None, at_least=1)  # passes over the samples; None: 1, unless steps is set
-    seed: int = 0  # random seed for the order of the samples
-    minibatch_size: int = limited(32, at_least=1)  # samples per optimizer step
-    packing: bool = True  # pack several samples into a row of the forward; they do not see each other
-    max_tokens: int = limited(1024, at_least=2)  # most tokens per sample; a row whose reply does not fit is bad
-    max_bad_share: float = limited(0.1, 0.0, 1.0)  # the run stops when more than this share of the rows is bad
-    deterministic: bool = False  # bitwise equal runs; with eval.accuracy it needs policy=transformers
+    policy: PolicySettings = doc(MISSING, "samples the replies of eval.accuracy")
+    cluster: NoClusterSettings = doc(MISSING, "the machines that train")  # pyright: ignore[reportIncompatibleVariableOverride]
+    eval: RowEvalSettings = doc(RowEvalSettings, "evaluations on held-out rows")
+    steps: int | None = doc(None, "optimizer steps; null: as many as epochs needs", at_least=1)
+    epochs: int | None = doc(None, "passes over the samples; null: 1, unless steps is set", at_least=1)
+    seed: int = doc(0, "random seed for the order of the samples")
+    minibatch_size: int = doc(32, "samples per optimizer step", at_least=1)
+    packing: bool = doc(True, "pack several samples into a row of the forward; they do not see each other")
+    max_tokens: int = doc(1024, "most tokens per sample; a row whose reply does not fit is bad", at_least=2)
+    max_bad_share: float = doc(0.1, "the run stops when more than this share of the rows is bad", 0.0, 1.0)
+    deterministic: bool = doc(False, "bitwise equal runs; with eval.accuracy it needs policy=transformers")
 
     @property
     def microbatch_tokens(self) -> int | None:
@@ -527,7 +517,7 @@ class SFTSettings(FineTuningSettings):
 
     look: ClassVar = "look at the rows with rlpost data preview"
 
-    env: EnvSettings = MISSING  # the environment whose demonstrations are learned, or your own rows
+    env: EnvSettings = doc(MISSING, "the environment whose demonstrations are learned, or your own rows")
     loss: DemonstrationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
@@ -539,10 +529,10 @@ class DPOSettings(FineTuningSettings):
     rates_by_size: ClassVar[RatesBySize] = RATES_OF_REWARDS
     learns_from_pairs: ClassVar[bool] = True
 
-    env: DatasetSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # your rows of pairs
+    env: DatasetSettings = doc(MISSING, "your rows of pairs")  # pyright: ignore[reportIncompatibleVariableOverride]
     loss: PairLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
-    minibatch_size: int = 32  # pairs per optimizer step
-    max_tokens: int = 1024  # most tokens of a prompt with one of its replies; a longer pair is bad
+    minibatch_size: int = doc(32, "pairs per optimizer step")
+    max_tokens: int = doc(1024, "most tokens of a prompt with one of its replies; a longer pair is bad")
 
     def lengths(self, prompt_tokens: int) -> tuple[int, int, int]:
         """See `SampledSettings.lengths`; a pair's two rows are read together."""
@@ -556,9 +546,11 @@ class ExpertIterationSettings(SampledSettings):
     must_stay: ClassVar = (*SampledSettings.must_stay, "topk_size")
 
     loss: DemonstrationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
-    steps: int = limited(30, at_least=1)  # training steps: sample, reward, select, train, push the weights
-    topk_size: int = limited(4, at_least=1)  # most completions per prompt to train on
-    min_reward: float | None = None  # select completions with at least this reward; None: above their prompt's median
+    steps: int = doc(30, "training steps: sample, reward, select, train, push the weights", at_least=1)
+    topk_size: int = doc(4, "most completions per prompt to train on", at_least=1)
+    min_reward: float | None = doc(
+        None, "select completions with at least this reward; null: above their prompt's median"
+    )
 
     def check(self) -> None:
         """See `Settings.check`."""
@@ -582,11 +574,11 @@ class DistillSettings(SampledSettings):
     leaves_out: ClassVar = "loss.drop_low and max_policy_lag"
 
     loss: DistillationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
-    teacher: str | None = None  # the model to learn from: folder, run, checkpoint, hub id; or give a hint
-    hint: str | None = None  # what the model as its own teacher reads besides the prompt: "It is {answer}."
-    prompts_per_step: int = 16  # prompts per step; each gets group_size completions
-    group_size: int = 4  # completions per prompt; 1 will do
-    steps: int = limited(60, at_least=1)  # training steps: sample, compare with the teacher, update, push the weights
+    teacher: str | None = doc(None, "the model to learn from: folder, run, checkpoint, hub id; or give a hint")
+    hint: str | None = doc(None, 'what the model as its own teacher reads besides the prompt: "It is {answer}."')
+    prompts_per_step: int = doc(16, "prompts per step; each gets group_size completions")
+    group_size: int = doc(4, "completions per prompt; 1 will do")
+    steps: int = doc(60, "training steps: sample, compare with the teacher, update, push the weights", at_least=1)
 
     @property
     def reference_path(self) -> str | None:

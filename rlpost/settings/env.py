@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from string import Formatter
 from typing import Any, ClassVar, Self
@@ -21,8 +20,9 @@ from rlpost.settings.base import (
     SANDBOX,
     TOOLS,
     Settings,
-    limited,
+    doc,
 )
+from rlpost.settings.model import mapping_in
 from rlpost.text import did_you_mean, nearest
 
 OF_ANY_TOOL = ("role", "parser", "max_calls", "max_calls_per_turn", "max_output_chars")  # settings of all tools alike
@@ -64,19 +64,20 @@ class EnvSettings(Settings, group="env"):
     train_temperature: ClassVar[float] = 1.0  # sampling temperature in training, unless sampling.temperature is set
     repeats_with_limit: ClassVar[bool] = False  # whether every task is new unless `limit` is set
     brings_tools: ClassVar[bool] = False  # whether the environment may have tools of its own
+    splits: ClassVar[tuple[str, ...]] = ()  # the splits that there are; empty: whatever the rows have
     ends_itself: ClassVar[bool] = False  # whether a conversation ends without a limit of turns
     has_replies: ClassVar[bool] = True  # whether its tasks come with good replies, which training on rows learns from
 
-    split: str = "train"  # train, test, or another that the rows have
-    limit: int | None = limited(None, at_least=1)  # use only the first N rows; None: all
-    system_prompt: str | None = None  # None: the environment's own
-    prompt_template: str | None = None  # None: the environment's own
-    max_prompt_tokens: int = limited(512, at_least=1)  # longer prompts are an error; descriptions of tools count
-    max_completion_tokens: int = limited(48, at_least=1)  # most new tokens per turn; longer completions are truncated
-    max_turns: int | None = limited(1, at_least=1)  # turns of the model in a conversation; more for tools and games
-    max_observation_tokens: int = limited(256, at_least=1)  # room kept for what the environment says between turns
-    eval_limit: int = limited(500, at_least=1)  # held-out prompts per evaluation in training, unless eval.limit says
-    history: Turns | None = None  # what the model reads of its earlier turns; null: as the template does
+    split: str = doc("train", "train, test, or another that the rows have")
+    limit: int | None = doc(None, "use only the first N rows; null: all", at_least=1)
+    system_prompt: str | None = doc(None, "null: the environment's own")
+    prompt_template: str | None = doc(None, "null: the environment's own")
+    max_prompt_tokens: int = doc(512, "longer prompts are an error; descriptions of tools count", at_least=1)
+    max_completion_tokens: int = doc(48, "most new tokens per turn; longer completions are truncated", at_least=1)
+    max_turns: int | None = doc(1, "turns of the model in a conversation; more for tools and games", at_least=1)
+    max_observation_tokens: int = doc(256, "room kept for what the environment says between turns", at_least=1)
+    eval_limit: int = doc(500, "held-out prompts per evaluation in training, unless eval.limit says", at_least=1)
+    history: Turns | None = doc(None, "what the model reads of its earlier turns; null: as the template does")
 
     @property
     def most_turns(self) -> int:
@@ -104,6 +105,8 @@ class EnvSettings(Settings, group="env"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.splits and self.split not in self.splits:
+            raise ConfigError(f"env.split={self.split} is unknown: it must be {' or '.join(self.splits)}")
         if self.prompt_template is not None:
             _check_template(self.prompt_template)
         if self.max_turns is None and not self.ends_itself:
@@ -118,13 +121,15 @@ class EnvSettings(Settings, group="env"):
 class ListedSettings(EnvSettings):
     """Settings of environments whose tasks are listed once: the rows of files, or the tasks of a package."""
 
-    held_out: float = limited(0.1, 0.0, 1.0)  # share of the rows kept for test if test has no file of its own
-    long_prompts: LongPrompts = LongPrompts.error  # what to do with rows whose prompts are too long, before training
-    pass_rates: str | None = None  # file of rlpost data measure: how often a model answers each prompt right
-    min_pass_rate: float = limited(0.0, 0.0, 1.0)  # train only on prompts answered right at least this often
-    max_pass_rate: float = limited(1.0, 0.0, 1.0)  # train only on prompts answered right at most this often
-    shuffle: bool = True  # false: rows in the order of the file
-    seed: int = 0  # random seed for the order of the rows
+    held_out: float = doc(0.1, "share of the rows kept for test if test has no file of its own", 0.0, 1.0)
+    long_prompts: LongPrompts = doc(
+        LongPrompts.error, "what to do with rows whose prompts are too long, before training"
+    )
+    pass_rates: str | None = doc(None, "file of rlpost data measure: how often a model answers each prompt right")
+    min_pass_rate: float = doc(0.0, "train only on prompts answered right at least this often", 0.0, 1.0)
+    max_pass_rate: float = doc(1.0, "train only on prompts answered right at most this often", 0.0, 1.0)
+    shuffle: bool = doc(True, "false: rows in the order of the file")
+    seed: int = doc(0, "random seed for the order of the rows")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,20 +149,17 @@ class ListedSettings(EnvSettings):
 class RowsSettings(ListedSettings):
     """Settings of environments whose tasks are the rows of a file, a folder or a data set of the hub."""
 
-    path: str = MISSING  # folder, file or hub id; several: [a.jsonl,b.jsonl]
+    path: str = doc(MISSING, "folder, file or hub id; several: [a.jsonl,b.jsonl]")
 
 
 @dataclass
 class MadeSettings(EnvSettings):
     """Settings of environments that generate their problems."""
 
-    held_out: float = limited(0.2, 0.0, 0.99)  # share of the problems kept for test; 0: train and test share all
-    seed: int = 0  # random seed for the order of the problems
+    splits: ClassVar = ("train", "test")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.split not in ("train", "test"):
-            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
+    held_out: float = doc(0.2, "share of the problems kept for test; 0: train and test share all", 0.0, 0.99)
+    seed: int = doc(0, "random seed for the order of the problems")
 
 
 # Rows of a file or of the hub
@@ -169,21 +171,23 @@ class OwnRowsSettings(RowsSettings):
 
     takes_whole_rows: ClassVar[bool] = False  # whether the environment reads every column of a row
 
-    path: str = MISSING  # .jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id
-    reward: list[str] = field(
-        default=MISSING, metadata=CODE_UNLESS_NAMES
-    )  # FILE.py:FUNCTION or a name (rlpost config list reward); several: [a.py:f,exact]
-    reward_weights: list[float] | None = None  # one for each reward; None: 1 each
-    accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
-    reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take
-    prompt_column: str | None = None  # text or messages; None: the first of prompt, messages, question
-    answer_column: str | None = None  # what the built-in rewards compare with; None: answer, if rows have it
-    thoughts: Thoughts | None = None  # inline or drop reasoning_content of messages; None: as the template does
-    test_path: str | None = None  # file of the test split; None: in path, or held out of its rows
-    config: str | None = None  # configuration of a hub dataset
-    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
-    max_completion_tokens: int = 256  # most new tokens; longer completions are truncated
-    eval_limit: int = 200  # held-out prompts per evaluation in training, unless eval.limit says
+    path: str = doc(MISSING, ".jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id")
+    reward: list[str] = doc(
+        MISSING,
+        "FILE.py:FUNCTION or a name (rlpost config list reward); several: [a.py:f,exact]",
+        runs=CODE_UNLESS_NAMES,
+    )
+    reward_weights: list[float] | None = doc(None, "one for each reward; null: 1 each")
+    accuracy: str | None = doc(None, "a reward of 0 and 1; null: exact or number", runs=CODE_UNLESS_NAMES)
+    reward_timeout_seconds: float = doc(60.0, "seconds one reward call may take", 0.001, 86400.0)
+    prompt_column: str | None = doc(None, "text or messages; null: the first of prompt, messages, question")
+    answer_column: str | None = doc(None, "what the built-in rewards compare with; null: answer, if rows have it")
+    thoughts: Thoughts | None = doc(None, "inline or drop reasoning_content of messages; null: as the template does")
+    test_path: str | None = doc(None, "file of the test split; null: in path, or held out of its rows")
+    config: str | None = doc(None, "configuration of a hub dataset")
+    max_prompt_tokens: int = doc(1024, "longer prompts are an error that names the row")
+    max_completion_tokens: int = doc(256, "most new tokens; longer completions are truncated")
+    eval_limit: int = doc(200, "held-out prompts per evaluation in training, unless eval.limit says")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,8 +215,12 @@ class DatasetSettings(OwnRowsSettings):
     (`messages`, or `conversations` with from and value), a prompt and a completion, or plain `text`.
     """
 
-    completion_column: str | None = None  # a demonstration's reply to its prompt; None: completion, if rows have it
-    gold: bool | None = None  # whether a reply is right or wrong (false: length, style); None: if rows have an answer
+    completion_column: str | None = doc(
+        None, "a demonstration's reply to its prompt; null: completion, if rows have it"
+    )
+    gold: bool | None = doc(
+        None, "whether a reply is right or wrong (false: length, style); null: if rows have an answer"
+    )
 
 
 @dataclass
@@ -223,8 +231,8 @@ class GSM8KSettings(RowsSettings):
     """
 
     path: str = "openai/gsm8k"
-    max_prompt_tokens: int = 2048  # longer prompts are an error that names the row
-    max_completion_tokens: int = 256  # most new tokens; longer completions are truncated
+    max_prompt_tokens: int = doc(2048, "longer prompts are an error that names the row")
+    max_completion_tokens: int = doc(256, "most new tokens; longer completions are truncated")
     eval_limit: int = 64
 
 
@@ -233,11 +241,11 @@ class MathSettings(RowsSettings):
     """MATH and its like, answered in boxes and compared as expressions; rows of your own too (env.path)."""
 
     path: str = "DigitalLearningGmbH/MATH-lighteval"
-    config: str | None = None  # configuration of a hub dataset
-    verify_seconds: float = limited(5.0, 0.01, 3600.0)  # seconds one comparison may take; a longer one is unverified: 0
-    max_prompt_tokens: int = 2048  # longer prompts are an error that names the row
-    max_completion_tokens: int = 1024  # most new tokens; longer completions are truncated
-    eval_limit: int = 100  # held-out prompts per evaluation in training, unless eval.limit says
+    config: str | None = doc(None, "configuration of a hub dataset")
+    verify_seconds: float = doc(5.0, "seconds one comparison may take; a longer one is unverified: 0", 0.01, 3600.0)
+    max_prompt_tokens: int = doc(2048, "longer prompts are an error that names the row")
+    max_completion_tokens: int = doc(1024, "most new tokens; longer completions are truncated")
+    eval_limit: int = doc(100, "held-out prompts per evaluation in training, unless eval.limit says")
 
 
 @dataclass
@@ -249,11 +257,11 @@ class IFEvalSettings(RowsSettings):
     """
 
     path: str = "google/IFEval"
-    answer_only: bool = False  # true: ask for <think> and <answer> blocks, judge the first answer block only
-    leave_out: list[str] = field(default_factory=list)  # leave out rows with these kinds of instructions
-    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
-    max_completion_tokens: int = 512  # most new tokens; longer completions are truncated
-    eval_limit: int = 64  # held-out prompts per evaluation in training, unless eval.limit says
+    answer_only: bool = doc(False, "true: ask for <think> and <answer> blocks, judge the first answer block only")
+    leave_out: list[str] = doc([], "leave out rows with these kinds of instructions")
+    max_prompt_tokens: int = doc(1024, "longer prompts are an error that names the row")
+    max_completion_tokens: int = doc(512, "most new tokens; longer completions are truncated")
+    eval_limit: int = doc(64, "held-out prompts per evaluation in training, unless eval.limit says")
 
 
 @dataclass
@@ -281,8 +289,8 @@ class Operation(Enum):
 class ArithmeticSettings(MadeSettings):
     """Sums made on the spot; train and test share no pair of operands unless `held_out` is 0."""
 
-    operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # each problem draws one at random
-    digits: int = limited(2, 1, 9)  # digits of each operand
+    operations: list[Operation] = doc([Operation.add], "each problem draws one at random")
+    digits: int = doc(2, "digits of each operand", 1, 9)
 
 
 class CountdownOperation(Enum):
@@ -303,14 +311,14 @@ class CountdownSettings(MadeSettings):
 
     repeats_with_limit: ClassVar = True
 
-    min_numbers: int = limited(3, at_least=2)  # fewest numbers to make the target of
-    max_numbers: int = limited(3, at_most=10)  # most numbers to make the target of
-    max_number: int = limited(25, at_least=1)  # largest of the numbers
-    max_target: int = limited(100, at_least=1)  # largest target
-    operations: list[CountdownOperation] = field(default_factory=lambda: list(CountdownOperation))  # allowed operations
-    limit: int | None = None  # use only the first N problems; null: 10,000 per pass
-    max_completion_tokens: int = 128  # most new tokens; longer completions are truncated
-    max_prompt_tokens: int = 256  # longer prompts are an error that names the row
+    min_numbers: int = doc(3, "fewest numbers to make the target of", at_least=2)
+    max_numbers: int = doc(3, "most numbers to make the target of", at_most=10)
+    max_number: int = doc(25, "largest of the numbers", at_least=1)
+    max_target: int = doc(100, "largest target", at_least=1)
+    operations: list[CountdownOperation] = doc(list(CountdownOperation), "allowed operations")
+    limit: int | None = doc(None, "use only the first N problems; null: 10,000 per pass")
+    max_completion_tokens: int = doc(128, "most new tokens; longer completions are truncated")
+    max_prompt_tokens: int = doc(256, "longer prompts are an error that names the row")
 
 
 class AnswerPlace(Enum):
@@ -329,14 +337,14 @@ class ReasoningGymSettings(MadeSettings):
 
     repeats_with_limit: ClassVar = True
 
-    task: str = MISSING  # the generator, such as leg_counting
-    task_config: list[str] = field(default_factory=list)  # its own settings: [min_animals:2,max_animals:4]
-    answer_in: AnswerPlace = AnswerPlace.tags  # which part of a reply is the answer
-    score_seconds: float = limited(5.0, 0.01, 3600.0)  # seconds one scoring may take; a longer one is unverified: 0
-    limit: int | None = None  # use only the first N problems; null: 10,000 per pass
-    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
-    max_completion_tokens: int = 512  # most new tokens; longer completions are truncated
-    eval_limit: int = 100  # held-out prompts per evaluation in training, unless eval.limit says
+    task: str = doc(MISSING, "the generator, such as leg_counting")
+    task_config: list[str] = doc([], "its own settings: [min_animals:2,max_animals:4]")
+    answer_in: AnswerPlace = doc(AnswerPlace.tags, "which part of a reply is the answer")
+    score_seconds: float = doc(5.0, "seconds one scoring may take; a longer one is unverified: 0", 0.01, 3600.0)
+    limit: int | None = doc(None, "use only the first N problems; null: 10,000 per pass")
+    max_prompt_tokens: int = doc(1024, "longer prompts are an error that names the row")
+    max_completion_tokens: int = doc(512, "most new tokens; longer completions are truncated")
+    eval_limit: int = doc(100, "held-out prompts per evaluation in training, unless eval.limit says")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -349,14 +357,14 @@ class GameSettings(MadeSettings):
 
     repeats_with_limit: ClassVar = True
 
-    id: str = MISSING  # name of the game
-    arguments: list[str] = field(default_factory=list)  # arguments of the game: [is_slippery:false]
-    success_return: float | None = None  # return from which an episode counts as accurate; null: not measured
-    step_seconds: float = limited(10.0, 0.01, 3600.0)  # seconds the game may take for one move; longer is an error
-    limit: int | None = None  # use only the first N starts; null: 10,000 per pass
-    max_turns: int | None = 10  # moves in an episode
-    max_completion_tokens: int = 64  # most new tokens per turn; longer completions are truncated
-    eval_limit: int = 50  # held-out prompts per evaluation in training, unless eval.limit says
+    id: str = doc(MISSING, "name of the game")
+    arguments: list[str] = doc([], "arguments of the game: [is_slippery:false]")
+    success_return: float | None = doc(None, "return from which an episode counts as accurate; null: not measured")
+    step_seconds: float = doc(10.0, "seconds the game may take for one move; longer is an error", 0.01, 3600.0)
+    limit: int | None = doc(None, "use only the first N starts; null: 10,000 per pass")
+    max_turns: int | None = doc(10, "moves in an episode")
+    max_completion_tokens: int = doc(64, "most new tokens per turn; longer completions are truncated")
+    eval_limit: int = doc(50, "held-out prompts per evaluation in training, unless eval.limit says")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -370,27 +378,17 @@ class TextGameSettings(GameSettings):
     Train and test share no start.
     """
 
-    id: str = field(default=MISSING, metadata=CODE_IF_MODULE)  # name of the game: FrozenLake-v1, or MODULE:NAME
-    moves: list[str] = field(default_factory=list)  # names of the actions 0, 1, ...; empty: their numbers, or texts
-    invalid_reward: float = 0.0  # reward of a reply that is not an action
-    max_prompt_tokens: int = 512  # longer prompts are an error that names the row
+    id: str = doc(MISSING, "name of the game: FrozenLake-v1, or MODULE:NAME", runs=CODE_IF_MODULE)
+    moves: list[str] = doc([], "names of the actions 0, 1, ...; empty: their numbers, or texts")
+    invalid_reward: float = doc(0.0, "reward of a reply that is not an action")
+    max_prompt_tokens: int = doc(512, "longer prompts are an error that names the row")
 
 
 def named_values(key: str, words: list[str]) -> dict[str, Any]:
-    """Name -> value of words like `name:value` or `name=value`; a value that is not JSON is text.
-
-    Raises ConfigError for any other word.
-    """
-    values: dict[str, Any] = {}
-    for word in words:
-        name, mark, text = re.match(r"\s*([A-Za-z_]\w*)?\s*([:=])?\s*(.*)", word, re.DOTALL).groups()  # type: ignore[union-attr]
-        if not name or not mark:
-            raise ConfigError(f"{key}={word!r} names no setting: write '{key}=[name:value,other:value]'")
-        try:
-            values[name] = json.loads(text)
-        except (ValueError, RecursionError):
-            values[name] = text.strip()
-    return values
+    """Name -> value of words like `name:value`. Raises ConfigError for any other word."""
+    if wrong := next((word for word in words if ":" not in word), None):
+        raise ConfigError(f"{key}={wrong!r} names no setting: write '{key}=[name:value,other:value]'")
+    return mapping_in(key, f"{{{', '.join(words)}}}", "[name:value,other:value]")
 
 
 # A mix of environments
@@ -410,21 +408,22 @@ class SourceText:
         """Parse `text`. Raises ConfigError unless it is an environment and settings of it."""
         try:
             env, *words = shlex.split(text)
-        except ValueError as error:
-            wrong = "a quote is not closed" if text.strip() else "it is empty"
+        except ValueError as error:  # it is empty, or a quote is not closed
             raise ConfigError(
-                f"{_source_named(text)}: {wrong}; write NAME key=value ..., as in arithmetic digits=1"
+                f'env.sources "{text}" cannot be read: write NAME key=value ..., as in arithmetic digits=1'
             ) from error
         given: dict[str, str] = {}
         for word in words:
             key, equals, value = word.partition("=")
             if not equals or not key:
                 raise ConfigError(
-                    f"{_source_named(text)}: {word!r} is not a setting; write key=value, in quotes where it has spaces"
+                    f'env.sources "{text}": {word!r} is not a setting; write key=value, in quotes where it has spaces'
                 )
             given[key] = value
-        name = given.pop("name", "")
-        return cls(env, name, _weight(text, given.pop("weight", "1")), given)
+        name, weight = given.pop("name", ""), given.pop("weight", "1")
+        if not re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", weight) or float(weight) == 0:
+            raise ConfigError(f'env.sources "{text}": weight={weight} is not a share; give a number above 0')
+        return cls(env, name, float(weight), given)
 
 
 @dataclass
@@ -439,10 +438,12 @@ class MixSettings(EnvSettings):
 
     ends_itself: ClassVar = True  # each source checks that it does
 
-    sources: list[str] = field(
-        default=MISSING, metadata=CODE
-    )  # [arithmetic,gsm8k], or with settings and shares: ["arithmetic digits=1 weight=3","ifeval path=FOLDER"]
-    eval_limit: int = 200  # held-out prompts per evaluation in training, unless eval.limit says
+    sources: list[str] = doc(
+        MISSING,
+        '[arithmetic,gsm8k], or with settings and shares: ["arithmetic digits=1 weight=3","ifeval path=FOLDER"]',
+        runs=CODE,
+    )
+    eval_limit: int = doc(200, "held-out prompts per evaluation in training, unless eval.limit says")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -475,25 +476,25 @@ class ToolsSettings(Settings, group="tools"):
     Names are `python`, `mcp`, `browser` and tools that a plugin registers.
     """
 
-    use: list[str] = field(default_factory=list)  # python, mcp, browser, or a tool that a plugin registers
-    describe: bool = True  # describe the tools by the chat template; false: env.system_prompt says what to call
-    role: ToolRole | None = None  # role of answers to calls; null: tool if calls are in the template's form, or user
-    parser: str | None = None  # plain, template or a parser of vLLM reads calls; null: by what the template writes
-    max_calls: int | None = limited(None, at_least=1)  # most calls in a conversation; null: no limit
-    max_calls_per_turn: int | None = limited(8, at_least=1)  # most calls in a turn, the rest refused; null: no limit
-    max_output_chars: int = limited(
-        2000, at_least=100
-    )  # characters of an answer; the middle of a longer one is left out
-    timeout_seconds: float = limited(10.0, above=0)  # seconds one call may take
-    python_sandbox: PythonSandbox = field(
-        default=PythonSandbox.bubblewrap, metadata=SANDBOX
-    )  # bubblewrap, or limits (weaker: files and network reachable)
-    python_persistent: bool = False  # true: variables last from turn to turn
-    python_memory_mb: int = limited(512, at_least=64)  # megabytes of memory for one program
-    mcp_file: str | None = field(
-        default=None, metadata=PROGRAM
-    )  # JSON file with the servers, {"mcpServers": {name: {"command": ..., "args": [...]}}}
-    allowed_domains: list[str] = field(default_factory=list)  # domains the browser may visit, with their subdomains
+    use: list[str] = doc([], "python, mcp, browser, or a tool that a plugin registers")
+    describe: bool = doc(True, "describe the tools by the chat template; false: env.system_prompt says what to call")
+    role: ToolRole | None = doc(
+        None, "role of answers to calls; null: tool if calls are in the template's form, or user"
+    )
+    parser: str | None = doc(None, "plain, template or a parser of vLLM reads calls; null: by what the template writes")
+    max_calls: int | None = doc(None, "most calls in a conversation; null: no limit", at_least=1)
+    max_calls_per_turn: int | None = doc(8, "most calls in a turn, the rest refused; null: no limit", at_least=1)
+    max_output_chars: int = doc(2000, "characters of an answer; the middle of a longer one is left out", at_least=100)
+    timeout_seconds: float = doc(10.0, "seconds one call may take", above=0)
+    python_sandbox: PythonSandbox = doc(
+        PythonSandbox.bubblewrap, "bubblewrap, or limits (weaker: files and network reachable)", runs=SANDBOX
+    )
+    python_persistent: bool = doc(False, "true: variables last from turn to turn")
+    python_memory_mb: int = doc(512, "megabytes of memory for one program", at_least=64)
+    mcp_file: str | None = doc(
+        None, 'JSON file with the servers, {"mcpServers": {name: {"command": ..., "args": [...]}}}', runs=PROGRAM
+    )
+    allowed_domains: list[str] = doc([], "domains the browser may visit, with their subdomains")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -531,17 +532,6 @@ def check_tools(env: EnvSettings, tools: ToolsSettings) -> None:
             f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
             "is read: add env.max_turns=2 or more"
         )
-
-
-def _source_named(text: str) -> str:
-    return f'env.sources "{text}"'
-
-
-def _weight(text: str, value: str) -> float:
-    weight = float(value) if re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", value) else 0.0
-    if weight <= 0:
-        raise ConfigError(f"{_source_named(text)}: weight={value} is not a share; give a number above 0")
-    return weight
 
 
 def _check_template(template: str) -> None:

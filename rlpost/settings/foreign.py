@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import CODE, CODE_UNLESS_NAMES, MISSING, PROGRAM, limited
+from rlpost.settings.base import CODE, CODE_UNLESS_NAMES, MISSING, PROGRAM, doc
 from rlpost.settings.env import AnswerPlace, GameSettings, ListedSettings, MadeSettings, OwnRowsSettings, named_values
 from rlpost.settings.model import mapping_in
 
@@ -24,11 +24,11 @@ class TextArenaSettings(GameSettings):
 
     ends_itself: ClassVar = True
 
-    id: str = MISSING  # name of the game, as textarena lists it
-    arguments: list[str] = field(default_factory=list)  # arguments of the game: [max_turns:12]
-    max_turns: int | None = None  # moves in an episode, which earns 0 if this limit ends it; null: the game's own
-    start_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds the game may take to begin; longer is an error
-    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
+    id: str = doc(MISSING, "name of the game, as textarena lists it")
+    arguments: list[str] = doc([], "arguments of the game: [max_turns:12]")
+    max_turns: int | None = doc(None, "moves in an episode, which earns 0 if this limit ends it; null: the game's own")
+    start_seconds: float = doc(60.0, "seconds the game may take to begin; longer is an error", 0.01, 3600.0)
+    max_prompt_tokens: int = doc(1024, "longer prompts are an error that names the row")
 
 
 @dataclass
@@ -41,18 +41,18 @@ class OpenEnvSettings(MadeSettings):
     repeats_with_limit: ClassVar = True
     brings_tools: ClassVar = True
 
-    url: str = MISSING  # address of the server: ws://HOST:PORT or http://HOST:PORT
-    reset: str | None = None  # arguments of each reset beside the seed, as {level: hard}
-    sessions: int | None = limited(None, at_least=1)  # sessions open at once; null: one for each conversation
-    success_return: float | None = None  # return from which an episode counts as accurate; null: not measured
-    invalid_reward: float = 0.0  # reward of a reply that is not an action
-    start_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds until a session has begun; longer is an error
-    step_seconds: float = limited(30.0, 0.01, 3600.0)  # seconds the server may take for one step; longer is an error
-    limit: int | None = None  # use only the first N seeds; null: 10,000 per pass
-    max_turns: int | None = 10  # turns of the model in an episode
-    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
-    max_completion_tokens: int = 128  # most new tokens per turn; longer completions are truncated
-    eval_limit: int = 50  # held-out prompts per evaluation in training, unless eval.limit says
+    url: str = doc(MISSING, "address of the server: ws://HOST:PORT or http://HOST:PORT")
+    reset: str | None = doc(None, "arguments of each reset beside the seed, as {level: hard}")
+    sessions: int | None = doc(None, "sessions open at once; null: one for each conversation", at_least=1)
+    success_return: float | None = doc(None, "return from which an episode counts as accurate; null: not measured")
+    invalid_reward: float = doc(0.0, "reward of a reply that is not an action")
+    start_seconds: float = doc(60.0, "seconds until a session has begun; longer is an error", 0.01, 3600.0)
+    step_seconds: float = doc(30.0, "seconds the server may take for one step; longer is an error", 0.01, 3600.0)
+    limit: int | None = doc(None, "use only the first N seeds; null: 10,000 per pass")
+    max_turns: int | None = doc(10, "turns of the model in an episode")
+    max_prompt_tokens: int = doc(1024, "longer prompts are an error that names the row")
+    max_completion_tokens: int = doc(128, "most new tokens per turn; longer completions are truncated")
+    eval_limit: int = doc(50, "held-out prompts per evaluation in training, unless eval.limit says")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,21 +69,21 @@ class VerifiersSettings(ListedSettings):
     The package runs in an interpreter of its own, as a child process. The model gives one reply a task.
     """
 
-    id: str = field(default=MISSING, metadata=CODE)  # name of the taskset, as verifiers loads it
-    args: str | None = field(default=None, metadata=CODE)  # arguments of the taskset, as {num_tasks: 100}
-    python: str | None = field(default=None, metadata=PROGRAM)  # interpreter with verifiers; null: rlpost's own
-    tasks: int | None = limited(None, at_least=1)  # use only the first N tasks; null: all, of an endless taskset 1,000
-    start_seconds: float = limited(300.0, 0.01, 86400.0)  # seconds until the taskset is loaded; longer is an error
-    score_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds one scoring may take; longer is an error
-    max_prompt_tokens: int = 2048  # longer prompts are an error that names the row
-    max_completion_tokens: int = 512  # most new tokens; longer completions are truncated
-    eval_limit: int = 100  # held-out prompts per evaluation in training, unless eval.limit says
+    splits: ClassVar = ("train", "test")
+
+    id: str = doc(MISSING, "name of the taskset, as verifiers loads it", runs=CODE)
+    args: str | None = doc(None, "arguments of the taskset, as {num_tasks: 100}", runs=CODE)
+    python: str | None = doc(None, "interpreter with verifiers; null: rlpost's own", runs=PROGRAM)
+    tasks: int | None = doc(None, "use only the first N tasks; null: all, of an endless taskset 1,000", at_least=1)
+    start_seconds: float = doc(300.0, "seconds until the taskset is loaded; longer is an error", 0.01, 86400.0)
+    score_seconds: float = doc(60.0, "seconds one scoring may take; longer is an error", 0.01, 3600.0)
+    max_prompt_tokens: int = doc(2048, "longer prompts are an error that names the row")
+    max_completion_tokens: int = doc(512, "most new tokens; longer completions are truncated")
+    eval_limit: int = doc(100, "held-out prompts per evaluation in training, unless eval.limit says")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         mapping_in("env.args", self.args, "{num_tasks: 100}")
-        if self.split not in ("train", "test"):
-            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
         if self.most_turns > 1:
             raise ConfigError(
                 f"env.max_turns={self.max_turns} does not go with env=verifiers, whose rewards see one reply a task: "
@@ -102,13 +102,13 @@ class FactorySettings(OwnRowsSettings):
     brings_tools: ClassVar = True
     has_replies: ClassVar = False
 
-    factory: str = field(default=MISSING, metadata=CODE)  # FILE.py:CLASS
-    reset_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds reset and get_reward may take; longer is an error
-    step_seconds: float = limited(10.0, 0.01, 3600.0)  # seconds one call of a tool may take; longer is an error
-    reward: list[str] = field(
-        default_factory=list, metadata=CODE_UNLESS_NAMES
-    )  # rewards added to get_reward: FILE.py:FUNCTION or a name; several: [a.py:f,exact]
-    max_turns: int | None = 10  # turns of the model in an episode
+    factory: str = doc(MISSING, "FILE.py:CLASS", runs=CODE)
+    reset_seconds: float = doc(60.0, "seconds reset and get_reward may take; longer is an error", 0.01, 3600.0)
+    step_seconds: float = doc(10.0, "seconds one call of a tool may take; longer is an error", 0.01, 3600.0)
+    reward: list[str] = doc(
+        [], "rewards added to get_reward: FILE.py:FUNCTION or a name; several: [a.py:f,exact]", runs=CODE_UNLESS_NAMES
+    )
+    max_turns: int | None = doc(10, "turns of the model in an episode")
 
     @property
     def scores(self) -> bool:
@@ -120,20 +120,20 @@ class FactorySettings(OwnRowsSettings):
 class ReasoningCoreSettings(ListedSettings):
     """Problems of a task of reasoning-core, drawn once and kept: env.task=arithmetics."""
 
-    task: str = MISSING  # the task, such as arithmetics
-    level: int = limited(0, at_least=0)  # difficulty
-    task_config: list[str] = field(default_factory=list)  # settings of the task's own: [max_depth:4]
-    num_problems: int = limited(500, at_least=1)  # problems that are drawn, those held out for test included
-    problems: str | None = None  # file that keeps the problems, written if it is missing; null: in rlpost's cache
-    answer_in: AnswerPlace = AnswerPlace.tags  # which part of a reply is the answer
-    draw_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds until one problem is drawn; longer is an error
-    score_seconds: float = limited(5.0, 0.01, 3600.0)  # seconds one scoring may take; a longer one is unverified: 0
-    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
-    max_completion_tokens: int = 512  # most new tokens; longer completions are truncated
-    eval_limit: int = 100  # held-out prompts per evaluation in training, unless eval.limit says
+    splits: ClassVar = ("train", "test")
+
+    task: str = doc(MISSING, "the task, such as arithmetics")
+    level: int = doc(0, "difficulty", at_least=0)
+    task_config: list[str] = doc([], "settings of the task's own: [max_depth:4]")
+    num_problems: int = doc(500, "problems that are drawn, those held out for test included", at_least=1)
+    problems: str | None = doc(None, "file that keeps the problems, written if it is missing; null: in rlpost's cache")
+    answer_in: AnswerPlace = doc(AnswerPlace.tags, "which part of a reply is the answer")
+    draw_seconds: float = doc(60.0, "seconds until one problem is drawn; longer is an error", 0.01, 3600.0)
+    score_seconds: float = doc(5.0, "seconds one scoring may take; a longer one is unverified: 0", 0.01, 3600.0)
+    max_prompt_tokens: int = doc(1024, "longer prompts are an error that names the row")
+    max_completion_tokens: int = doc(512, "most new tokens; longer completions are truncated")
+    eval_limit: int = doc(100, "held-out prompts per evaluation in training, unless eval.limit says")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         named_values("env.task_config", self.task_config)
-        if self.split not in ("train", "test"):
-            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")

@@ -1,18 +1,17 @@
-"""The losses, each a settings class with a row in `LOSSES`; advantage estimators; and which completions count.
+"""The losses, each a settings class with a row in rlpost/catalog.py; advantage estimators; which completions count.
 
-To add a loss on sampled completions: a function in rlpost/objectives/variants.py, and here a class, described by
-its first line, and its row.
+To add a loss on sampled completions: a function in rlpost/objectives/variants.py, here a class, described by its first
+line, and a row. A class that adds no field of its own needs no @dataclass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar, Self
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import NAMES, Choice, Settings, limited
-from rlpost.text import did_you_mean, nearest
+from rlpost.settings.base import Choice, Settings, doc
 
 
 class Aggregation(Enum):
@@ -79,28 +78,32 @@ class PolicyLossSettings(LossSettings):
     usual_aggregation: ClassVar[Aggregation] = Aggregation.token_mean  # how its paper averages
     takes_token_advantages: ClassVar[bool] = True  # whether the tokens of a completion may differ in advantage
 
-    aggregation: Aggregation | None = None  # how the loss averages over tokens; None: as in the variant's paper
-    kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (beta); 0 loads no reference model
-    kl_estimator: KLEstimator = KLEstimator.k3_k2grad  # how the KL penalties are estimated
-    kl_in: KLPlace = KLPlace.loss  # where the KL penalty counts: in the loss or in the reward
-    sampler_kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty to the sampler, always in the loss
-    ref_sync_every: int = limited(0, at_least=0)  # steps between two moves of the reference to the model; 0: it stays
-    ref_sync_share: float = limited(0.6, above=0.0, at_most=1.0)  # share of the model in a moved reference
-    entropy_coef: float = limited(0.0, at_least=0.0)  # weight of the entropy bonus
-    entropy_target: float | None = limited(None, above=0.0)  # adapt entropy_coef to keep the entropy above this (nats)
-    entropy_step: float = limited(0.005, above=0.0)  # by how much a step changes an adapted entropy_coef
-    right_nll_coef: float = limited(0.0, at_least=0.0)  # weight of the cross entropy of right completions
-    ratio_to: RatioTo = RatioTo.old  # the policy that the ratio compares with
-    off_policy_mask: float | None = limited(
-        None, above=0.0
-    )  # drop a bad completion whose mean log-prob fell by more than this since it was sampled; None: none
-    sampler_correction: SamplerCorrection | None = None  # weights pi_old / mu; None: tis_token if max_policy_lag > 0
-    sampler_ratio_low: float | None = limited(
-        None, 0.0, 1.0
-    )  # mask pi_old / mu below this; None: 0, icepop 0.5, geo_mask 0.99
-    sampler_ratio_high: float | None = limited(
-        None, at_least=1.0
-    )  # truncate (tis, default 2) or mask (mis 3, icepop 5, geo_mask 1.01) above this pi_old / mu
+    aggregation: Aggregation | None = doc(None, "how the loss averages over tokens; null: as in the variant's paper")
+    kl_coef: float = doc(0.0, "weight of the KL penalty (beta); 0 loads no reference model", at_least=0.0)
+    kl_estimator: KLEstimator = doc(KLEstimator.k3_k2grad, "how the KL penalties are estimated")
+    kl_in: KLPlace = doc(KLPlace.loss, "where the KL penalty counts: in the loss or in the reward")
+    sampler_kl_coef: float = doc(0.0, "weight of the KL penalty to the sampler, always in the loss", at_least=0.0)
+    ref_sync_every: int = doc(0, "steps between two moves of the reference to the model; 0: it stays", at_least=0)
+    ref_sync_share: float = doc(0.6, "share of the model in a moved reference", above=0.0, at_most=1.0)
+    entropy_coef: float = doc(0.0, "weight of the entropy bonus", at_least=0.0)
+    entropy_target: float | None = doc(None, "adapt entropy_coef to keep the entropy above this (nats)", above=0.0)
+    entropy_step: float = doc(0.005, "by how much a step changes an adapted entropy_coef", above=0.0)
+    right_nll_coef: float = doc(0.0, "weight of the cross entropy of right completions", at_least=0.0)
+    ratio_to: RatioTo = doc(RatioTo.old, "the policy that the ratio compares with")
+    off_policy_mask: float | None = doc(
+        None,
+        "drop a bad completion whose mean log-prob fell by more than this since it was sampled; null: none",
+        above=0.0,
+    )
+    sampler_correction: SamplerCorrection | None = doc(
+        None, "weights pi_old / mu; null: tis_token if max_policy_lag > 0"
+    )
+    sampler_ratio_low: float | None = doc(
+        None, "mask pi_old / mu below this; null: 0, icepop 0.5, geo_mask 0.99", 0.0, 1.0
+    )
+    sampler_ratio_high: float | None = doc(
+        None, "truncate (tis, default 2) or mask (mis 3, icepop 5, geo_mask 1.01) above this pi_old / mu", at_least=1.0
+    )
 
     @property
     def reward_kl_coef(self) -> float:
@@ -151,11 +154,10 @@ class PolicyLossSettings(LossSettings):
 class ClippedLossSettings(PolicyLossSettings):
     """Losses that clip the policy ratio on both sides."""
 
-    clip_low: float = limited(0.2, above=0.0, at_most=1.0)  # lower clip bound of the policy ratio: 1 - clip_low
-    clip_high: float = limited(0.2, above=0.0)  # upper clip bound of the policy ratio: 1 + clip_high
+    clip_low: float = doc(0.2, "lower clip bound of the policy ratio: 1 - clip_low", above=0.0, at_most=1.0)
+    clip_high: float = doc(0.2, "upper clip bound of the policy ratio: 1 + clip_high", above=0.0)
 
 
-@dataclass
 class GRPOLossSettings(ClippedLossSettings):
     """GRPO: a clipped ratio a token and an optional KL penalty, averaged over all tokens.
 
@@ -163,7 +165,6 @@ class GRPOLossSettings(ClippedLossSettings):
     """
 
 
-@dataclass
 class DrGRPOLossSettings(ClippedLossSettings):
     """Dr. GRPO: GRPO's loss over a constant length, so that long answers weigh no less a token.
 
@@ -180,7 +181,7 @@ class DAPOLossSettings(ClippedLossSettings):
     arXiv:2503.14476.
     """
 
-    clip_high: float = 0.28  # upper clip bound of the policy ratio: 1 + clip_high
+    clip_high: float = doc(0.28, "upper clip bound of the policy ratio: 1 + clip_high")
 
 
 @dataclass
@@ -193,11 +194,10 @@ class GSPOLossSettings(ClippedLossSettings):
     usual_aggregation: ClassVar = Aggregation.sequence_mean
     takes_token_advantages: ClassVar = False
 
-    clip_low: float = 3e-4  # lower clip bound of a completion's ratio to the old policy: 1 - clip_low
-    clip_high: float = 4e-4  # upper clip bound of a completion's ratio to the old policy: 1 + clip_high
+    clip_low: float = doc(3e-4, "lower clip bound of a completion's ratio to the old policy: 1 - clip_low")
+    clip_high: float = doc(4e-4, "upper clip bound of a completion's ratio to the old policy: 1 + clip_high")
 
 
-@dataclass
 class GSPOTokenLossSettings(GSPOLossSettings):
     """GSPO-token: GSPO's ratio with advantages that may differ from token to token.
 
@@ -215,36 +215,30 @@ class CISPOLossSettings(ClippedLossSettings):
     largest weight itself, so that their 5 is clip_high=4 here. The paper trains without a lower bound, clip_low=1.
     """
 
-    clip_low: float = 1.0  # lower bound of a token weight, the ratio to the old policy: 1 - clip_low
-    clip_high: float = 4.0  # upper bound of a token weight, the ratio to the old policy: 1 + clip_high
+    clip_low: float = doc(1.0, "lower bound of a token weight, the ratio to the old policy: 1 - clip_low")
+    clip_high: float = doc(4.0, "upper bound of a token weight, the ratio to the old policy: 1 + clip_high")
 
 
 @dataclass
-class BoundedLossSettings(ClippedLossSettings):
-    """Losses that also bound the update of a token with a negative advantage and a large ratio."""
-
-    max_ratio: float = 4.0  # upper bound of the ratio to the old policy for negative advantages
-
-
-@dataclass
-class TwoSidedLossSettings(BoundedLossSettings):
+class TwoSidedLossSettings(ClippedLossSettings):
     """INTELLECT-2: GRPO's loss with the ratio bounded for negative advantages too.
 
     arXiv:2505.07291, whose delta is max_ratio.
     """
 
+    max_ratio: float = doc(4.0, "upper bound of the ratio to the old policy for negative advantages")
+
 
 @dataclass
-class DualClipLossSettings(BoundedLossSettings):
+class DualClipLossSettings(TwoSidedLossSettings):
     """Dual-clip PPO: GRPO's loss, bounded where the advantage is negative.
 
     arXiv:1912.09729, whose c is max_ratio.
     """
 
-    max_ratio: float = 3.0  # dual clip: a negative advantage costs at most this times its size
+    max_ratio: float = doc(3.0, "dual clip: a negative advantage costs at most this times its size")
 
 
-@dataclass
 class ReinforceLossSettings(PolicyLossSettings):
     """REINFORCE: the plain policy gradient, without a ratio or a clip.
 
@@ -269,8 +263,8 @@ class SAPOLossSettings(PolicyLossSettings):
 
     usual_aggregation: ClassVar = Aggregation.sequence_mean
 
-    tau_good: float = limited(1.0, above=0.0)  # steepness of the sigmoid where the advantage is positive
-    tau_bad: float = limited(1.05, above=0.0)  # steepness of the sigmoid where the advantage is negative
+    tau_good: float = doc(1.0, "steepness of the sigmoid where the advantage is positive", above=0.0)
+    tau_bad: float = doc(1.05, "steepness of the sigmoid where the advantage is negative", above=0.0)
 
 
 @dataclass
@@ -283,17 +277,17 @@ class GMPOLossSettings(ClippedLossSettings):
     usual_aggregation: ClassVar = Aggregation.sequence_mean
     takes_token_advantages: ClassVar = False
 
-    clip_low: float = limited(0.4, above=0.0)  # lower clip bound of a token's log ratio: -clip_low
-    clip_high: float = 0.4  # upper clip bound of a token's log ratio
+    clip_low: float = doc(0.4, "lower clip bound of a token's log ratio: -clip_low", above=0.0)
+    clip_high: float = doc(0.4, "upper clip bound of a token's log ratio")
 
 
 @dataclass
 class DPPOLossSettings(PolicyLossSettings):
     """DPPO (arXiv:2602.04879): tokens whose probability has moved too far are dropped, whatever their ratio."""
 
-    max_ratio: float = limited(20.0, at_least=1.0)  # upper bound of the ratio that weighs a token
-    ratio_to: RatioTo = RatioTo.sampler  # the policy that the ratio and the probabilities compare with
-    sampler_kl_coef: float = 2e-3  # weight of the KL penalty to the sampler, always in the loss
+    max_ratio: float = doc(20.0, "upper bound of the ratio that weighs a token", at_least=1.0)
+    ratio_to: RatioTo = doc(RatioTo.sampler, "the policy that the ratio and the probabilities compare with")
+    sampler_kl_coef: float = doc(2e-3, "weight of the KL penalty to the sampler, always in the loss")
 
 
 @dataclass
@@ -303,8 +297,8 @@ class DPPOTVLossSettings(DPPOLossSettings):
     arXiv:2602.04879: the bound is on the difference of probabilities, their total variation.
     """
 
-    max_fall: float = limited(0.2, above=0.0, at_most=1.0)  # drop a bad token whose probability fell by more than this
-    max_rise: float = limited(0.2, above=0.0, at_most=1.0)  # drop a good token whose probability rose by more than this
+    max_fall: float = doc(0.2, "drop a bad token whose probability fell by more than this", above=0.0, at_most=1.0)
+    max_rise: float = doc(0.2, "drop a good token whose probability rose by more than this", above=0.0, at_most=1.0)
 
 
 @dataclass
@@ -314,7 +308,7 @@ class DPPOKLLossSettings(DPPOLossSettings):
     arXiv:2602.04879: the bound is on the KL divergence between sampling the token and not.
     """
 
-    max_kl: float = limited(0.05, above=0.0)  # drop a token that moves away and has more than this divergence (nats)
+    max_kl: float = doc(0.05, "drop a token that moves away and has more than this divergence (nats)", above=0.0)
 
 
 class SFTAggregation(Enum):
@@ -324,7 +318,6 @@ class SFTAggregation(Enum):
     sequence_mean = "sequence_mean"  # by length per sample, then by samples: each sample weighs the same
 
 
-@dataclass
 class DemonstrationLossSettings(LossSettings):
     """Base of the losses on demonstrations."""
 
@@ -336,8 +329,8 @@ class SFTLossSettings(DemonstrationLossSettings):
     The penalty is the KL divergence to the starting model.
     """
 
-    aggregation: SFTAggregation = SFTAggregation.token_mean  # how the loss averages over tokens
-    kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (k3) to the starting model; 0: not loaded
+    aggregation: SFTAggregation = doc(SFTAggregation.token_mean, "how the loss averages over tokens")
+    kl_coef: float = doc(0.0, "weight of the KL penalty (k3) to the starting model; 0: not loaded", at_least=0.0)
 
 
 @dataclass
@@ -346,7 +339,7 @@ class MinorSFTLossSettings(DemonstrationLossSettings):
 
     compares: ClassVar = True
 
-    beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with its distance to the reference model
+    beta: float = doc(0.1, "how fast a sample's weight falls with its distance to the reference model", above=0.0)
 
 
 @dataclass
@@ -355,11 +348,10 @@ class PairLossSettings(LossSettings):
 
     compares: ClassVar = True
 
-    beta: float = limited(0.1, above=0.0)  # how much an implicit reward counts; higher stays closer to the start
-    sft_coef: float = limited(0.0, at_least=0.0)  # weight of the likelihood of the chosen reply (RPO, arXiv:2404.19733)
+    beta: float = doc(0.1, "how much an implicit reward counts; higher stays closer to the start", above=0.0)
+    sft_coef: float = doc(0.0, "weight of the likelihood of the chosen reply (RPO, arXiv:2404.19733)", at_least=0.0)
 
 
-@dataclass
 class DistillationLossSettings(LossSettings):
     """Base of the losses that bring a model nearer to its teacher."""
 
@@ -375,7 +367,7 @@ class DPOLossSettings(PairLossSettings):
     arXiv:2305.18290, eq. 7: the log-odds that the chosen reply is better, by log-ratios to the start.
     """
 
-    label_smoothing: float = limited(0.0, 0.0, 0.5)  # assumed share of pairs the wrong way round (conservative DPO)
+    label_smoothing: float = doc(0.0, "assumed share of pairs the wrong way round (conservative DPO)", 0.0, 0.5)
 
 
 @dataclass
@@ -385,10 +377,9 @@ class DPONormLossSettings(DPOLossSettings):
     arXiv:2411.15124: each log-ratio is divided by its reply's length.
     """
 
-    beta: float = 5.0  # as DPO's, for log-ratios a token
+    beta: float = doc(5.0, "as DPO's, for log-ratios a token")
 
 
-@dataclass
 class IPOLossSettings(PairLossSettings):
     """IPO: a squared distance, which stops where the two replies are far enough apart.
 
@@ -406,9 +397,9 @@ class OPDLossSettings(DistillationLossSettings):
 
     reads_sampler: ClassVar = True
 
-    drop_low: float | None = limited(0.2, above=0.0)  # drop a discouraged token whose pi - mu is below minus this
-    drop_high: float | None = limited(None, above=0.0)  # drop an encouraged token whose pi - mu is above this
-    log_ratio_coef: float = limited(1e-3, at_least=0.0)  # weight of (log pi - log mu)^2, on every token
+    drop_low: float | None = doc(0.2, "drop a discouraged token whose pi - mu is below minus this", above=0.0)
+    drop_high: float | None = doc(None, "drop an encouraged token whose pi - mu is above this", above=0.0)
+    log_ratio_coef: float = doc(1e-3, "weight of (log pi - log mu)^2, on every token", at_least=0.0)
 
 
 @dataclass
@@ -420,32 +411,7 @@ class JSDLossSettings(DistillationLossSettings):
 
     whole_vocabulary: ClassVar = True
 
-    beta: float = limited(1.0, 0.0, 1.0)  # 1: KL(student || teacher); 0: KL(teacher || student); between: a mixture
-
-
-# the option of `loss=` -> its row
-LOSSES: dict[str, Choice] = {
-    "cispo": Choice(CISPOLossSettings, builds="objectives.variants:cispo"),
-    "dapo": Choice(DAPOLossSettings, builds="objectives.variants:clipped"),
-    "dpo": Choice(DPOLossSettings, builds="objectives.preference:dpo"),
-    "dpo_norm": Choice(DPONormLossSettings, builds="objectives.preference:dpo"),
-    "dppo_kl": Choice(DPPOKLLossSettings, builds="objectives.variants:dppo_kl"),
-    "dppo_tv": Choice(DPPOTVLossSettings, builds="objectives.variants:dppo_tv"),
-    "dr_grpo": Choice(DrGRPOLossSettings, builds="objectives.variants:clipped"),
-    "dual_clip": Choice(DualClipLossSettings, builds="objectives.variants:clipped"),
-    "gmpo": Choice(GMPOLossSettings, builds="objectives.variants:gmpo"),
-    "grpo": Choice(GRPOLossSettings, builds="objectives.variants:clipped"),
-    "gspo": Choice(GSPOLossSettings, builds="objectives.variants:gspo"),
-    "gspo_token": Choice(GSPOTokenLossSettings, builds="objectives.variants:gspo_token"),
-    "ipo": Choice(IPOLossSettings, builds="objectives.preference:ipo"),
-    "jsd": Choice(JSDLossSettings, builds="model.divergence:chunked_divergence"),
-    "minor_sft": Choice(MinorSFTLossSettings, builds="objectives.supervised:minor_sft_loss"),
-    "opd": Choice(OPDLossSettings, builds="objectives.distillation:opd"),
-    "reinforce": Choice(ReinforceLossSettings, builds="objectives.variants:reinforce"),
-    "sapo": Choice(SAPOLossSettings, builds="objectives.variants:sapo"),
-    "sft": Choice(SFTLossSettings, builds="objectives.supervised:sft_loss"),
-    "two_sided": Choice(TwoSidedLossSettings, builds="objectives.variants:clipped"),
-}
+    beta: float = doc(1.0, "1: KL(student || teacher); 0: KL(teacher || student); between: a mixture", 0.0, 1.0)
 
 
 _COMPARED_WITH = {  # advantage.estimator -> what it makes of a reward; std is a standard deviation
@@ -473,14 +439,8 @@ class AdvantageSettings(Settings, group="advantage"):
     the control experiment: accuracy that still rises, over several seeds, was not learned from the reward.
     """
 
-    estimator: str = field(default="grpo", metadata={NAMES: ESTIMATORS})  # the baseline that rewards are compared with
-    shuffle_rewards: bool = False  # permute rewards within each group, as a control that must not learn
-
-    def __post_init__(self) -> None:
-        if self.estimator not in ESTIMATORS:
-            hint = did_you_mean(nearest(self.estimator, ESTIMATORS), f"it is one of {', '.join(ESTIMATORS)}")
-            raise ConfigError(f"advantage.estimator={self.estimator} is unknown{hint}")
-        super().__post_init__()
+    estimator: str = doc("grpo", "the baseline that rewards are compared with", names=ESTIMATORS)
+    shuffle_rewards: bool = doc(False, "permute rewards within each group, as a control that must not learn")
 
 
 @dataclass
@@ -491,8 +451,8 @@ class DynamicSamplingSettings(Settings, group="dynamic"):
     say what that took, and `reward/mean_drawn` is the task's mean before anything was dropped.
     """
 
-    enabled: bool = False  # drop groups with equal rewards and draw more
-    draw_limit: int = limited(32, at_least=1)  # rounds of prompts_per_step prompts per step; then the run stops
+    enabled: bool = doc(False, "drop groups with equal rewards and draw more")
+    draw_limit: int = doc(32, "rounds of prompts_per_step prompts per step; then the run stops", at_least=1)
 
 
 @dataclass
@@ -503,16 +463,18 @@ class DifficultySettings(Settings, group="difficulty"):
     it is new. `difficulty/new`, `hard`, `middle` and `easy` are the shares of a step's draws.
     """
 
-    enabled: bool = False  # weigh prompts by their last group's mean accuracy, or reward where none is measured
-    least_weight: float = limited(0.2, above=0.0, at_most=1.0)  # of a prompt that is always or never solved
+    enabled: bool = doc(False, "weigh prompts by their last group's mean accuracy, or reward where none is measured")
+    least_weight: float = doc(0.2, "of a prompt that is always or never solved", above=0.0, at_most=1.0)
 
 
 @dataclass
 class OverlongSettings(Settings, group="overlong"):
     """Handling of completions near or at env.max_completion_tokens (DAPO, arXiv:2503.14476)."""
 
-    mask: bool = False  # do not train on truncated completions; their rewards still count in the baseline
-    length_penalty: float = limited(
-        0.0, at_least=0.0
-    )  # share of its group's mean reward that the longest completion loses, others by their length; 0: none
-    penalty_tokens: int = limited(0, at_least=0)  # penalty rising to 1 over the last N tokens before the limit; 0: none
+    mask: bool = doc(False, "do not train on truncated completions; their rewards still count in the baseline")
+    length_penalty: float = doc(
+        0.0,
+        "share of its group's mean reward that the longest completion loses, others by their length; 0: none",
+        at_least=0.0,
+    )
+    penalty_tokens: int = doc(0, "penalty rising to 1 over the last N tokens before the limit; 0: none", at_least=0)

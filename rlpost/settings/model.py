@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import MISSING, Settings, limited
+from rlpost.settings.base import MISSING, Settings, doc
 
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 # names that a template always gets, or that rendering takes itself
@@ -50,15 +50,15 @@ class ModelSettings:
     `packaged:gemma3-270m` (the base model Gemma 3 270M from packages that the user installs).
     """
 
-    path: str = MISSING  # hub id, HF folder, run or checkpoint, .gguf file
-    revision: str | None = None  # branch, tag or commit of a hub id
-    dtype: DType = DType.float32  # float32, bfloat16 or float16: weights and optimizer state
-    autocast: Autocast = Autocast.auto  # precision of matrix products in training; auto: the fastest here
-    activation_checkpointing: bool | None = None  # recompute activations: slower, less memory; None: where needed
-    device: str = "auto"  # auto: cuda if there is a GPU, else cpu
-    chat_template: str | None = None  # plain, chatml, qwen, llama3, ... or FILE.jinja; None: the model's own
-    chat_template_kwargs: str | None = None  # variables for the template, as {enable_thinking: false}
-    day: str | None = None  # the day that a template writes as today, as 2026-11-28; None: the day the run starts
+    path: str = doc(MISSING, "hub id, HF folder, run or checkpoint, .gguf file")
+    revision: str | None = doc(None, "branch, tag or commit of a hub id")
+    dtype: DType = doc(DType.float32, "float32, bfloat16 or float16: weights and optimizer state")
+    autocast: Autocast = doc(Autocast.auto, "precision of matrix products in training; auto: the fastest here")
+    activation_checkpointing: bool | None = doc(None, "recompute activations: slower, less memory; null: where needed")
+    device: str = doc("auto", "auto: cuda if there is a GPU, else cpu")
+    chat_template: str | None = doc(None, "plain, chatml, qwen, llama3, ... or FILE.jinja; null: the model's own")
+    chat_template_kwargs: str | None = doc(None, "variables for the template, as {enable_thinking: false}")
+    day: str | None = doc(None, "the day that a template writes as today, as 2026-11-28; null: the day the run starts")
 
     def __post_init__(self) -> None:
         if self.dtype is DType.auto:
@@ -99,15 +99,15 @@ class LoRASettings(Settings, group="lora"):
     times the learning rate of full training.
     """
 
-    enabled: bool = False  # train an adapter instead of the weights
-    rank: int = limited(16, at_least=1)  # LoRA rank
-    alpha: int = limited(32, at_least=1)  # LoRA scale is alpha / rank
-    target_modules: list[str] | None = None  # names of layers; None or all-linear: every one but the output head
-    use_rslora: bool = False  # scale by alpha / sqrt(rank), which suits large ranks (arXiv:2312.03732)
-    use_dora: bool = False  # train the size of each row of the weights too (DoRA, arXiv:2402.09353); slower
-    init_lora_weights: LoRAInit = LoRAInit.default  # how A and B begin
-    path: str | None = None  # peft adapter to start from; merged into the model first
-    push: Push = Push.merged  # what a weight push sends to vLLM: the merged weights, or the adapter alone
+    enabled: bool = doc(False, "train an adapter instead of the weights")
+    rank: int = doc(16, "LoRA rank", at_least=1)
+    alpha: int = doc(32, "LoRA scale is alpha / rank", at_least=1)
+    target_modules: list[str] | None = doc(None, "names of layers; null or all-linear: every one but the output head")
+    use_rslora: bool = doc(False, "scale by alpha / sqrt(rank), which suits large ranks (arXiv:2312.03732)")
+    use_dora: bool = doc(False, "train the size of each row of the weights too (DoRA, arXiv:2402.09353); slower")
+    init_lora_weights: LoRAInit = doc(LoRAInit.default, "how A and B begin")
+    path: str | None = doc(None, "peft adapter to start from; merged into the model first")
+    push: Push = doc(Push.merged, "what a weight push sends to vLLM: the merged weights, or the adapter alone")
 
     def __post_init__(self) -> None:
         super().__post_init__()

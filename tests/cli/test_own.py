@@ -161,6 +161,6 @@ def test_what_was_written_is_told_as_json(rlpost: CommandLine) -> None:
     assert told["use"] == f"{train} env=dataset env.path=FILE env.reward=./counted.py:counted"
     told = rlpost.json("env new largest_told")
     assert told["prove"].split() == ["rlpost", "env", "test", "largest_told", "plugin=./largest_told.py"]
-    told = rlpost.json("config init mine.yaml env=dataset")
+    told = rlpost.json("config show env=dataset --recipe mine.yaml")
     assert (told["file"], told["needed"]) == ("mine.yaml", ["env.path"])
     assert told["use"] == f"{train} recipe=mine.yaml env.reward=FILE.py:FUNCTION"

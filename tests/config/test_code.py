@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.cli.config import difference
 from rlpost.cli.main import run
 from rlpost.cli.run_folder import kept_settings
 from rlpost.cli.sweep import SweepOptions, job_command, plan
@@ -18,7 +17,7 @@ from rlpost.config.code import is_code
 from rlpost.config.compose import compose
 from rlpost.config.explain import write_starter
 from rlpost.config.overrides import Override
-from rlpost.errors import ConfigError, DataError, RlpostError
+from rlpost.errors import ConfigError, RlpostError
 from rlpost.runs.reader import code_of
 from rlpost.settings.env import PythonSandbox, TextGameSettings
 from tests.run_folders import add_checkpoint, make_run
@@ -292,23 +291,6 @@ def test_whoever_composes_what_a_run_folder_kept_runs_none_of_it() -> None:
     assert not Path("ran").exists()
 
 
-@pytest.mark.parametrize(
-    "line", [r'plugin=["./evil.\u0070y"]', "recipe=r.yaml", 'env.reward=["./evil.py:f"]', "plugin=evil.py"]
-)
-def test_comparing_with_a_run_runs_nothing_of_it(line: str) -> None:
-    Path("r.yaml").write_text("command: train grpo\nplugin: ./evil.py\n")
-    run_folder(line)
-    assert difference("runs/theirs", "runs/theirs")["settings"] == {}
-    assert not Path("ran").exists()
-
-
-def test_a_runs_configuration_is_read_as_plain_values() -> None:
-    (run_folder("steps=3") / "config.yaml").write_text("steps: !!python/object/apply:os.system [touch ran]\n")
-    with pytest.raises(DataError, match=r"config.yaml"):
-        difference("runs/theirs", "runs/theirs")
-    assert not Path("ran").exists()
-
-
 def test_what_a_sweep_recorded_decides_no_word_of_its_jobs() -> None:
     folder = Path("runs", "lrs")
     folder.mkdir(parents=True)
@@ -351,5 +333,5 @@ def test_a_file_of_conf_copies_nothing_out_of_the_environment(here: Path, monkey
     text = 'defaults: [arithmetic_schema, _self_]\nprompt_template: "${ oc.env:SECRET } {question}"\n'
     Path("conf/env/mine.yaml").write_text(text)
     monkeypatch.setenv("SECRET", "s3cret")
-    with pytest.raises(ConfigError, match=r"env\.prompt_template .*oc\.env"):
+    with pytest.raises(ConfigError, match=r"env\.prompt_template .*\$\{"):
         compose(TRAIN_GRPO, ["env=mine"])

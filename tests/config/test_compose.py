@@ -10,9 +10,8 @@ import yaml
 
 import rlpost
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO
-from rlpost.config.comments import describe
 from rlpost.config.compose import compose
-from rlpost.config.schema import built_in_folder, class_of, options, recipes
+from rlpost.config.schema import built_in_folder, class_of, describe, options, recipes
 from rlpost.errors import ConfigError
 from rlpost.policies.drawing import training_sampling
 from rlpost.settings import (
@@ -182,6 +181,12 @@ def test_a_users_broken_file_is_a_configuration_error(group: str, text: str, her
     says.refusals("config", ConfigError, composed, [f"{group}=mine"])
 
 
+def test_keys_of_a_recipe_may_be_nested(here: Path) -> None:
+    (here / "x.yaml").write_text("command: train grpo\noptim:\n  lr: 1e-6\n  schedule: cosine\noptim.beta1: 0.5\n")
+    optim = compose(TRAIN_GRPO, ["recipe=./x.yaml"]).settings.optim
+    assert (optim.lr, optim.schedule.name, optim.beta1) == (1e-6, "cosine", 0.5)
+
+
 def test_a_broken_recipe_names_its_file(here: Path, says: Says) -> None:
     def with_recipe(text: str) -> object:
         (here / "x.yaml").write_text(text)
@@ -192,7 +197,7 @@ def test_a_broken_recipe_names_its_file(here: Path, says: Says) -> None:
         "",
         "command: train gpro\n",
         "command: eval\n",
-        "command: train grpo\noptim:\n  lr: 1\n",
+        "command: train grpo\noptim:\n  lrr: 1\n",
         "command: train grpo\nstepz: 3\n",
         "command: train grpo\nsteps: many\n",
         "command: train grpo\nrecipe: other\n",

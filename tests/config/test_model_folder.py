@@ -92,7 +92,7 @@ def test_a_folder_that_holds_something_else_says_what_was_meant(here: Path, says
     write_model(here / "qwen-small")
     for name in ("q4", "q8"):
         (here / "quantized" / f"{name}.gguf").write_bytes(b"GGUF" + bytes(20))
-    models = ["./data", "./models", "./quantized", "qwen-small/model.safetensors", "data/train.jsonl", "qwen-smal"]
+    models = ["./data", "./models", "./quantized", "qwen-small/model.safetensors", "data/train.jsonl", "./qwen-smal"]
     says.refusals("config", ConfigError, resolve_model_path, [*models, "quantized/q5.gguf"])
     assert resolve_model_path("quantized/q4.gguf") == "quantized/q4.gguf"
     (here / "quantized" / "q8.gguf").unlink()

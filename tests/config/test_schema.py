@@ -1,29 +1,29 @@
-"""Keys, types and comments as the settings classes state them."""
+"""Keys, types and meanings as the settings classes state them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpost.config.comments import docs_of
-from rlpost.config.schema import groups_of, keys_of
-from rlpost.settings import EvalSettings, GRPOSettings, GSM8KSettings
+from rlpost.config.schema import docs_of, groups_of, keys_of
+from rlpost.settings import EvalSettings, GRPOSettings, GSM8KSettings, doc
 
 
 @dataclass
 class Inner:
-    size: int | None = 3  # small
-
-    name: str = "# no comment"
+    size: int | None = doc(3, "small")
+    name: str = ""
+    more: int = doc(3, "more", at_least=1)
 
 
 @dataclass
 class Outer(Inner):
-    size: int | None = 4  # large
+    size: int | None = doc(4, "large")
+    more: int = 4
 
 
-def test_docs_are_the_comments_of_a_class_and_its_bases() -> None:
-    assert docs_of(Inner) == {"size": "small"}
-    assert docs_of(Outer) == {"size": "large"}
+def test_meanings_are_those_of_a_class_and_its_bases() -> None:
+    assert docs_of(Inner) == {"size": "small", "more": "more"}
+    assert docs_of(Outer) == {"size": "large", "more": "more"}
     assert docs_of(GSM8KSettings)["split"].startswith("train, test")
 
 

@@ -129,7 +129,7 @@ def test_what_the_process_refuses_is_an_error_here() -> None:
 def test_settings_reach_the_environment() -> None:
     settings = ReasoningGymSettings(
         task="countdown",
-        task_config=["min_numbers:2", 'operators=["+","-"]', "name: some text"],
+        task_config=["min_numbers:2", 'operators:["+","-"]', "name: some text"],
         answer_in=AnswerPlace.reply,
         score_seconds=1.5,
         held_out=0.5,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, Command
+from rlpost.catalog import CHOICES, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, Command
 from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
@@ -22,7 +22,7 @@ from rlpost.rewards.score import Score
 from rlpost.runs.reader import read_run
 from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import AdvantageSettings, OverlongSettings
-from rlpost.settings.loss import ESTIMATORS, LOSSES, Aggregation
+from rlpost.settings.loss import ESTIMATORS, Aggregation
 from rlpost.train.replay import Computed, Replay, check_step, replay
 from tests.objectives import slow_reference as slow
 from tests.objectives.test_advantage import slowly
@@ -107,7 +107,7 @@ def test_replayed_update_is_the_recorded_one_and_writes_nothing(sums: Path) -> N
 
 @pytest.mark.parametrize("loss", VARIANTS)
 def test_every_other_loss_is_the_one_of_its_formula(loss: str, sums: Path) -> None:
-    replayed = other(TRAIN_GRPO, sums, 2, loss=LOSSES[loss].cls(aggregation=Aggregation.sequence_mean))
+    replayed = other(TRAIN_GRPO, sums, 2, loss=CHOICES["loss"][loss].cls(aggregation=Aggregation.sequence_mean))
     rows = read_rollouts(sums, 2)
     most = max(len(row["token_ids"]) for row in rows)
 
@@ -151,7 +151,7 @@ def test_penalties_masks_and_a_reference_are_replayed(made: Callable[..., Path])
     run = made(TRAIN_GRPO, "steps=2", *words, "overlong.penalty_tokens=3")
     assert_recorded(TRAIN_GRPO, run, 2)
     rows = read_rollouts(run, 2)
-    bare = LOSSES["grpo"].cls(entropy_target=9.0)  # of a run that adapts no coefficient
+    bare = CHOICES["loss"]["grpo"].cls(entropy_target=9.0)  # of a run that adapts no coefficient
     changes = {"overlong": OverlongSettings(), "advantage": AdvantageSettings("rloo"), "loss": bare}
     free = other(TRAIN_GRPO, run, 2, **changes)
     expected = advantages_of("rloo", [row["reward"] - row["reward_parts"]["overlong"] for row in rows])
@@ -191,7 +191,7 @@ def test_expert_iteration_is_replayed_with_what_it_selected(made: Callable[..., 
     weights = torch.cat(list(replayed.other.weights.values()))
     assert weights.tolist() == pytest.approx([1 / tokens] * tokens)
     assert set(replayed.was.weights) == {place for place, row in enumerate(rows) if row["advantage"] == 1}
-    minor = other(TRAIN_EXPERT_ITERATION, run, 1, loss=LOSSES["minor_sft"].cls())  # the reference is the model
+    minor = other(TRAIN_EXPERT_ITERATION, run, 1, loss=CHOICES["loss"]["minor_sft"].cls())  # the reference is the model
     assert minor.figures["loss/sft"] == pytest.approx(math.log(2), abs=1e-6)
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost import distributed
-from rlpost.catalog import option_of
+from rlpost.catalog import CHOICES, option_of
 from rlpost.errors import RankError
 from rlpost.model.lora import add_adapter
 from rlpost.model.packing import Row, shares_of
@@ -41,7 +41,6 @@ from rlpost.settings import (
     SamplerCorrection,
     SFTLossSettings,
 )
-from rlpost.settings.loss import LOSSES as OPTIONS
 from rlpost.settings.loss import SFTAggregation
 from rlpost.train.update import Learner, Microbatches, Update, update
 
@@ -55,7 +54,7 @@ ALL_TERMS = {"kl_coef": 0.3, "sampler_kl_coef": 0.2, "entropy_coef": 0.1}
 
 def loss(option: str, **fields: Any) -> Any:
     """The settings of `loss=option`."""
-    return OPTIONS[option].cls(**fields)
+    return CHOICES["loss"][option].cls(**fields)
 
 
 LOSSES = {
