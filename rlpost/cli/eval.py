@@ -252,7 +252,7 @@ def list_evaluations(folder: Path, *, as_json: bool) -> None:
 
 
 def _summary(folder: Path, result: Path) -> dict[str, Any]:
-    """What the list says of an evaluation in `folder`."""
+    """An evaluation in `folder`, as the list has it."""
     from rlpost.evaluation.saved import figures_in, metrics_of
 
     record = json_in(result)
@@ -364,7 +364,7 @@ def played_lines(composed: Composed[EvalSettings]) -> list[str]:
 
 
 def _training(composed: Composed[EvalSettings], run: Path) -> str:
-    """What `run` was trained on, beside what is played."""
+    """The environment that `run` was trained on, beside the one that is played."""
     began, record = playable(run), read_run(run)
     if began not in (run, None):
         return f"learned from pairs; the environment is that of {began}"

@@ -65,10 +65,10 @@ def choose_by_pass_rate(env: DatasetChatEnv, settings: EnvSettings) -> str | Non
     """
     reports = []
     for part in env.parts:
-        its = part.source_settings or settings
-        if has_rates(its):
+        wanted = wanted_rates(part.source_settings or settings)
+        if wanted is not None:
             prompts = ((part.where(n), part.opening_messages(row)) for n, row in enumerate(part.rows))
-            out, report = _left_out(prompts, its)
+            out, report = _left_out(prompts, *wanted)
             reports.append(report)
             if out:
                 part.drop_rows(out, report)
@@ -80,28 +80,32 @@ def choose_demonstrations(env: DatasetChatEnv, settings: EnvSettings) -> tuple[I
 
     Raises DataError for prompts that were not measured, for plain text, and for rates of one source of a mix.
     """
-    if not has_rates(settings):
+    wanted = wanted_rates(settings)
+    if wanted is None:
         return env.demonstrations(), None
     every = list(env.demonstrations())
     whole = [each for each in every if not each.wrong]
     if text := next((each for each in whole if each.messages is None), None):
         raise DataError(f"env.pass_rates chooses by prompts, and {text.where} is plain text: leave it out")
-    out, report = _left_out(((each.where, prompt_of(each.messages or [])) for each in whole), settings)
+    out, report = _left_out(((each.where, prompt_of(each.messages or [])) for each in whole), *wanted)
     gone = {id(whole[number]) for number in out}
     return [each for each in every if id(each) not in gone], report
 
 
-def has_rates(settings: EnvSettings) -> bool:
-    """Whether `settings` choose prompts by their pass rates."""
-    return getattr(settings, "pass_rates", None) is not None
+def wanted_rates(settings: EnvSettings) -> tuple[str, float, float] | None:
+    """The file of pass rates that `settings` name, with the least and the highest; None if they name none."""
+    names = ("pass_rates", "min_pass_rate", "max_pass_rate")
+    path, low, high = (getattr(settings, name, None) for name in names)
+    return None if path is None or low is None or high is None else (path, low, high)
 
 
-def _left_out(prompts: Iterable[tuple[str, Sequence[Message]]], settings: Any) -> tuple[list[int], str]:
+def _left_out(
+    prompts: Iterable[tuple[str, Sequence[Message]]], path: str, low: float, high: float
+) -> tuple[list[int], str]:
     """The numbers of the `prompts`, each with its place, whose rates are out of bounds; how many are kept, in words.
 
     Raises DataError for prompts that were not measured.
     """
-    path, low, high = settings.pass_rates, settings.min_pass_rate, settings.max_pass_rate
     rates = read_rates(path)
     found = [(where, rates.get(prompt_digest(messages))) for where, messages in prompts]
     if missing := [where for where, rate in found if rate is None]:

@@ -184,7 +184,8 @@ class EvalResult:
         each = f" x {self.num_samples} completions" if self.num_samples > 1 else ""
         how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
         found = self._shares()
-        lenient, strict = ([its[place] and its[place].value for _, *its in found] for place in (0, 1))
+        lenient = [first.value if first else None for _, first, _ in found]
+        strict = [second.value if second else None for _, _, second in found]
         has_strict = bool(self.instructions) or says_more(strict, lenient)
         reward = Interval(self.reward_mean, self.reward_low, self.reward_high, is_share=False)
         parts = self.reward_part_intervals
@@ -219,8 +220,8 @@ class EvalResult:
             found = [(name, self.accuracy_lenient, self.accuracy_strict)]
             found.append(("instruction level", self.instructions["loose"], self.instructions["strict"]))
         for name in dict.fromkeys(key.rpartition("_")[0] for key in self.attempts):
-            both = (self.attempts.get(f"{name}_{extraction}") for extraction in EXTRACTIONS)
-            found.append((name.replace("_at_", "@"), *both))
+            lenient, strict = (self.attempts.get(f"{name}_{extraction}") for extraction in EXTRACTIONS)
+            found.append((name.replace("_at_", "@"), lenient, strict))
         return [row for row in found if any(row[1:])]
 
     def _text(self, share: Share | None) -> str:

@@ -18,7 +18,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.files import expanded, json_in, replaced
 from rlpost.record import ACCURACY, LOSS, REWARD, STRICT, Interval, interval
-from rlpost.runs.reader import read_run
+from rlpost.runs.reader import places, read_run
 from rlpost.text import did_you_mean, first_line, nearest
 
 SCHEMA = pa.schema(
@@ -172,28 +172,23 @@ def find_evaluation(name: str, step: int | None = None) -> Path:
     path of a folder, or of the table itself. Raises ConfigError, with the nearest name, if there is no such evaluation.
     """
     path = expanded(name)
-    is_path = "/" in name or name.startswith((".", "~"))
-    run = next((each for each in (path, *([] if is_path else [paths.RUNS / name])) if paths.is_run_folder(each)), None)
-    if step is not None:
-        if run is None:
-            raise ConfigError(f"--step {step} is for a run, and {name} is not one")
-        return _held_out(run, step)
-    if path.is_file() and path.suffix == ".parquet":
-        return path
-    for folder in (path, paths.EVALS / name) if is_path else (paths.EVALS / name, path):
-        if paths.is_evaluation_folder(folder):
+    if step is None:
+        if path.is_file() and path.suffix == ".parquet":
+            return path
+        if folder := next(filter(paths.is_evaluation_folder, places(name, paths.EVALS)), None):
             return folder / paths.SAMPLES
-    if run is not None:
-        return _held_out(run, None)
+    if run := next(filter(paths.is_run_folder, places(name)), None):
+        return _held_out(run, step)
+    if step is not None:
+        raise ConfigError(f"--step {step} is for a run, and {name} is not one")
     if path.exists():
         inside = bool(paths.evaluation_names(path))
         advice = f"rlpost eval show {name} lists those in it" if inside else "rlpost eval makes one"
         raise ConfigError(f"{name} is not an evaluation, with {paths.RESULT} and {paths.SAMPLES}: {advice}")
-    names = paths.evaluation_names(path.parent if is_path else paths.EVALS)
-    near = nearest(path.name, names)
-    meant = None if near is None else str(path.parent / near) if is_path else near
-    known = f"there are {', '.join(names[:MOST_NAMED])}" if names else "rlpost eval makes one"
-    raise ConfigError(f"there is no evaluation {name}{did_you_mean(meant, known)}")
+    above = path.parent if "/" in name else paths.EVALS
+    names = {str(path.parent / each): each for each in paths.evaluation_names(above)}
+    known = f"there are {', '.join([*names.values()][:MOST_NAMED])}" if names else "rlpost eval makes one"
+    raise ConfigError(f"there is no evaluation {name}{did_you_mean(nearest(str(path), names), known)}")
 
 
 def _held_out(run: Path, step: int | None) -> Path:

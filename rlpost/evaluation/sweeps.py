@@ -31,12 +31,11 @@ from rlpost.record import (
     REWARD,
     Interval,
     interval,
-    late_mean,
     main_figure,
     main_figures,
-    read_metrics,
     trained_loss,
 )
+from rlpost.runs.reader import read_run
 from rlpost.text import counted, one_line
 
 SEED = "seed"
@@ -150,7 +149,7 @@ def read_sweep(folder: Path) -> SweepResult:
     ended = [job for job in jobs if job["exit_code"] == 0 and job["result"]]
     trains = any("metrics" in job["result"] for job in ended)
     after = {job["name"]: _held_out(job["result"], "after") for job in ended}
-    late = {job["name"]: _late(folder / job["name"], job["result"]) for job in ended} if trains else {}
+    late = {job["name"]: _late(folder / job["name"]) for job in ended} if trains else {}
     learned = next((what for what, _ in late.values()), "")
     main = next((figure for figure in main_figures([*after.values()]) if figure), None)
     if main is not None or any(LOSS in row for row in after.values()):
@@ -196,12 +195,11 @@ def figure_of(result: Mapping[str, Any]) -> str:
     return f"reward {reward:.3f}" if reward is not None else "" if loss is None else f"loss {loss:.3f}"
 
 
-def _late(run: Path, result: Mapping[str, Any]) -> tuple[str, float | None]:
+def _late(run: Path) -> tuple[str, float | None]:
     """`reward` or `loss`, which the training reports at each step, and its mean in the last quarter of the steps."""
-    rows = read_metrics(run / "metrics.jsonl")[0] or [result["metrics"] or {}]
-    rewards = [row.get("reward/mean") for row in rows]
-    is_loss = all(reward is None for reward in rewards) and any(trained_loss(row) is not None for row in rows)
-    return ("loss", late_mean(map(trained_loss, rows))) if is_loss else ("reward", late_mean(rewards))
+    record = read_run(run)
+    reward, loss = record.late_reward, record.late_loss
+    return ("loss", loss) if reward is None and loss is not None else ("reward", reward)
 
 
 def _prompts(folder: Path, column: str | None, *, trains: bool) -> dict[Key, float]:
@@ -261,10 +259,8 @@ def _verdict(
     lowest, highest = (value, value) if low is None or high is None else (low, high)  # equal for all: no spread
     outside = highest < 0 if by.endswith("loss") else lowest > 0
     better = outside and (low is not None if prompts is None else bool(is_significant(values.mean(0))))
-    size = signed(value, low, high, is_share=by.endswith("accuracy"))
-    size += (f", {counted(len(pairs), 'seed')}" if trains else "") + (
-        f", {counted(prompts, 'prompt')}" if prompts else ""
-    )
+    counts = [counted(len(pairs), "seed")] * trains + ([counted(prompts, "prompt")] if prompts else [])
+    size = ", ".join([signed(value, low, high, is_share=by.endswith("accuracy")), *counts])
     one_seed = trains and len(pairs) == 1
     if one_seed and prompts is None:
         sentence = f"one seed cannot tell {both} apart: {MORE_SEEDS}"

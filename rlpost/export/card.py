@@ -19,7 +19,7 @@ from rlpost.config import paths
 from rlpost.config.packaged import PACKAGED
 from rlpost.errors import ConfigError, DataError
 from rlpost.export.gguf import licence_of
-from rlpost.record import Interval, main_figures
+from rlpost.record import OF_ROWS, main_figures
 from rlpost.runs.reader import RunRecord, read_run
 from rlpost.text import first_line, inline, printable, without_passwords
 
@@ -177,22 +177,19 @@ def _figures(record: RunRecord, checkpoint: Path) -> str:
     if not any(rows):
         return "Not measured."
     after = f"after step {rows[1]['step']}" if rows[1] else "after"
-    head = ["| figure | before | n | " + f"{after} | n |", "|---|---|---|---|---|"]
-    lines = [f"| {each.name} | {_cells(each.before)} | {_cells(each.after)} |" for each in record.held_out(step)]
+    lines = [f"| figure | before | {after} |", "|---|---|---|"]
+    for each in record.held_out(step):
+        unit = "row" if each.key in OF_ROWS else "prompt"
+        cells = [figure.as_text(unit) if figure else "not measured" for figure in (each.before, each.after)]
+        lines.append(f"| {each.name} | {' | '.join(cells)} |")
     lead = main_figures(rows)
-    summary = "Mean over held-out prompts (loss: rows) with 95% intervals; n is how many."
+    summary = "Means over held-out prompts (loss: rows) with 95% intervals."
     if all(lead):
         summary = f"{str(lead[0]).strip()} before training, {str(lead[1]).strip()} {after}. {summary}"
     several = sum(row["step"] > 0 for row in record.evaluations) > 1
     if several and (checkpoint.parent / paths.BEST).resolve() == checkpoint.resolve():
         summary += " This checkpoint was chosen as the best by these figures, which flatters them."
-    return f"{summary}\n\n" + "\n".join([*head, *lines])
-
-
-def _cells(figure: Interval | None) -> str:
-    if figure is None:
-        return "not measured | -"
-    return f"{str(figure).strip()} | {figure.prompts or '?'}"
+    return f"{summary}\n\n" + "\n".join(lines)
 
 
 def _settings(record: RunRecord, verb: str) -> str:

@@ -421,7 +421,7 @@ def find_run(name: str | None) -> Path:
             raise ConfigError("there is no run in runs/ yet: begin one with rlpost train grpo, or give a run's path")
         return found[0]
     path = expanded(name)
-    for candidate in _places(name):
+    for candidate in places(name):
         if paths.is_run_folder(candidate):
             return candidate
     if sweep := find_sweep(name):
@@ -437,7 +437,7 @@ def find_run(name: str | None) -> Path:
 
 def find_sweep(name: str) -> Path | None:
     """The folder of the sweep of this name or path; None if there is none."""
-    return next((folder for folder in _places(name) if (folder / paths.SWEEP_FILE).is_file()), None)
+    return next((folder for folder in places(name) if (folder / paths.SWEEP_FILE).is_file()), None)
 
 
 def runs_of(names: Sequence[str]) -> list[Path]:
@@ -524,10 +524,10 @@ def _runs_of_sweep(sweep: Path) -> list[Path]:
     return [job for job in jobs if paths.is_run_folder(job)]
 
 
-def _places(name: str) -> tuple[Path, Path]:
-    """The folders that a name or path may stand for."""
+def places(name: str, root: Path = paths.RUNS) -> tuple[Path, Path]:
+    """The folders that a name in `root`, or a path, may stand for."""
     path = expanded(name)
-    return (path, paths.RUNS / path) if _is_path(name) else (paths.RUNS / path, path)
+    return (path, root / path) if _is_path(name) else (root / path, path)
 
 
 def _is_path(name: str) -> bool:

@@ -32,7 +32,7 @@ from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.row_checks import look_at_rows
 from rlpost.errors import DataError, RlpostError
-from rlpost.evaluation.pass_rates import choose_demonstrations, has_rates
+from rlpost.evaluation.pass_rates import choose_demonstrations, wanted_rates
 from rlpost.evaluation.play import halves, held_out_metrics, play
 from rlpost.evaluation.saved import demonstration_row, sample_rows
 from rlpost.model.load import context_length
@@ -397,7 +397,7 @@ def read_samples(
     Beyond `faults.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
     """
     note = None
-    if shown is None or has_rates(settings):
+    if shown is None or wanted_rates(settings) is not None:
         demonstrations, note = choose_demonstrations(env, settings)
         samples, bad = encode_all(demonstrations, encoder, max_bad_share=max_bad_share)
     elif len(shown) <= faults.ALL_UP_TO:

@@ -32,6 +32,8 @@ words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
 reward = int(words["seed"]) / 4
 shares = {"eval/accuracy_lenient": reward, "eval/accuracy_lenient_low": 0.0, "eval/accuracy_lenient_high": 1.0}
 result = {"steps": 3, "metrics": {"reward/mean": reward}, "evaluation_before": None, "evaluation_after": shares}
+metrics = pathlib.Path(sys.argv[sys.argv.index("--out") + 1], "metrics.jsonl")
+metrics.write_text(json.dumps({"step": 3, "reward/mean": reward}))
 print(json.dumps(result, indent=2))
 """
 

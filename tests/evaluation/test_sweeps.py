@@ -29,6 +29,9 @@ def made(folder: Path, jobs: Mapping[str, Mapping[str, Any] | None]) -> Path:
         (folder / words.replace(" ", "_")).mkdir(parents=True)
         told.append({"name": words.replace(" ", "_"), "differs": differs, "exit_code": 0 if result else 4})
         told[-1]["result"] = result
+        if result:
+            row = json.dumps({"step": 1, **result["metrics"]})
+            (folder / words.replace(" ", "_") / "metrics.jsonl").write_text(row + "\n")
     (folder / "sweep.json").write_text(json.dumps({"jobs": told}))
     return folder
 

@@ -43,7 +43,7 @@ def test_card_says_how_the_run_was_made_and_what_it_reached(tmp_path: Path, says
     data, text = card_of(run, tmp_path / "out", base=Base("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", "apache-2.0", []))
     made = (data["base_model"], data["license"], data["library_name"])
     assert made == ("Qwen/Qwen2.5-0.5B", "apache-2.0", "transformers")
-    assert "| accuracy | 10.0% [5.0%, 20.0%] | 50 | 50.0% [40.0%, 60.0%] | 50 |" in text
+    assert "| accuracy | 10.0% [5.0%, 20.0%] of 50 prompts | 50.0% [40.0%, 60.0%] of 50 prompts |" in text
     assert "90.0%" not in text
     says("export", text.replace(__version__, "VERSION"))
 
@@ -58,7 +58,7 @@ def test_text_of_a_run_stays_in_its_code_block(tmp_path: Path) -> None:
     outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", text)
     assert re.findall("(?m)^# .*", outside) == ["# `` a|b`c ``"]
     assert "pwned" not in outside
-    assert "| data | ``unknown (`\\|a # b)`` |" in text
+    assert "| data | `` unknown (`\\|a # b) `` |" in text
 
 
 def test_base_is_followed_through_runs_to_its_card(tmp_path: Path) -> None:
