@@ -26,7 +26,7 @@ EXAMPLES = """\
   rlpost runs rollouts                              the newest run's last step
   rlpost runs rollouts my-run --step 30 --group 237
   rlpost runs rollouts my-run --sort length --limit 3 --full
-  rlpost runs rollouts my-run --search "I cannot"   in all steps, the newest first
+  rlpost runs rollouts my-run --search "I cannot"   in all steps
   rlpost runs rollouts my-run --reward :0 --step 50: --finish length
 """
 MOST_GROUPS, MOST_COMPLETIONS, MOST_FOUND = 20, 4, 20
