@@ -50,7 +50,7 @@ EXAMPLES = """\
   rlpost runs compare my-sweep --json
   rlpost runs compare first second --key entropy --key grad_norm
   rlpost runs compare first second --plot curves.pdf --smooth 10
-  rlpost runs compare gsm8k-smollm2-cpu gsm8k-qwen0.5b-gpu   settings of two recipes
+  rlpost runs compare gsm8k-smollm2-cpu gsm8k-qwen0.5b-gpu     two recipes
   rlpost runs compare "" "env=gsm8k optim.lr=1e-6"
 """
 SIDES_HELP = "Names or folders of runs and sweeps; or two sides, one a recipe or quoted settings."

@@ -26,7 +26,7 @@ EXAMPLES = """\
   rlpost runs rollouts                              the newest run's last step
   rlpost runs rollouts my-run --step 30 --group 237
   rlpost runs rollouts my-run --sort length --limit 3 --full
-  rlpost runs rollouts my-run --search "I cannot"   in all steps, the newest first
+  rlpost runs rollouts my-run --search "I cannot"   in all steps
   rlpost runs rollouts my-run --reward :0 --step 50: --finish length
 """
 MOST_GROUPS, MOST_COMPLETIONS, MOST_FOUND = 20, 4, 20
@@ -88,15 +88,15 @@ def rollouts(
     if is_one and wanted == Wanted() and order is None:
         print("\n".join(overview_lines(folder, steps[0], found, limit=limit, full=full)))
         return
-    as_blocks = full or (not searches and is_one)
-    most = limit or (len(found) if group is not None and is_one else MOST_COMPLETIONS if as_blocks else MOST_FOUND)
+    of_a_step = is_one and not searches
+    most = limit or (MOST_FOUND if not of_a_step else MOST_COMPLETIONS if group is None else len(found))
     total = sum(counts.values())
     where = f"step {steps[0]}" if is_one else f"{len(counts)} of {counted(len(steps), 'step')}"
     lines = [f"{painted(printable(folder.name), BOLD, sys.stdout)}  {total:,} found in {where}"]
     if order == "reward" and found:
         lines[0] += f", the {'worst' if reverse else 'best'} of each group first"
     if found:
-        lines += ["", *found_lines(found[:most], search, as_blocks=as_blocks, full=full)]
+        lines += ["", *found_lines(found[:most], search, as_blocks=full or of_a_step, full=full)]
     if most < total:
         lines += ["", f"{most} of {total:,} shown: --limit {total} shows all"]
     print("\n".join(lines))
@@ -105,9 +105,8 @@ def rollouts(
 def found_lines(rows: Sequence[Row], text: str, *, as_blocks: bool, full: bool) -> list[str]:
     """The completions that were found: below each other, or a table with a line each."""
     if as_blocks:
-        return below_each_other(
-            [completion_block(f"step {row['step']}, {_place(row)}", row, full=full) for row in rows]
-        )
+        headings = [f"step {row['step']}, {_place(row)}" for row in rows]
+        return below_each_other([completion_block(h, row, full=full) for h, row in zip(headings, rows, strict=True)])
     cells = []
     for row in rows:
         earned = "failed" if row["reward"] is None else f"{row['reward']:.2f}"
