@@ -51,8 +51,8 @@ VERBS = {
     "export": Row(LOOK, "Write a trained model as others read it."),
     "config": Row(PREPARE, "List, show and explain settings."),
     "data": Row(PREPARE, "Look at rows before you train on them."),
-    "env": Row(PREPARE, "List, show, test and write environments."),
-    "reward": Row(PREPARE, "List, write and attack rewards."),
+    "env": Row(PREPARE, "Test and write environments."),
+    "reward": Row(PREPARE, "Write and attack rewards."),
 }
 BEGIN = """\b
 Begin with:
