@@ -9,7 +9,12 @@ import pytest
 
 import rlpost
 
-ALIASES = ["WeightUpdaterBase", "SyncDataCollector", "ExplorationType"]  # as TorchRL's users know them
+ALIASES = [
+    "WeightUpdaterBase",
+    "SyncDataCollector",
+    "aSyncDataCollector",
+    "ExplorationType",
+]  # as TorchRL's users know them
 ROOT = Path(rlpost.__file__).parent.parent
 PACKAGES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -40,7 +45,8 @@ def test_transforms_are_names_of_envs_too() -> None:
     ("package", "name", "instead"),
     [
         ("collectors", "MultiSyncCollector", "a Collector of rlpost.envs.ParallelEnv"),
-        ("collectors", "MultiAsyncCollector", "a Collector of rlpost.envs.AsyncEnvPool"),
+        ("collectors", "MultiAsyncCollector", "a RayCollector"),
+        ("envs", "AsyncEnvPool", "ParallelEnv"),
         ("envs", "set_gym_backend", "leave the line out"),
         ("envs", "EnvCreator", "pass the function"),
     ],

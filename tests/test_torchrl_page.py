@@ -212,13 +212,13 @@ def test_a_collector_fills_a_buffer_beside(tiny_tokenizer: Any) -> None:
 @uses(
     "Collector", "Collector.next", "Collector.set_seed", "Collector.state_dict", "Collector.update_policy_weights_",
     "SyncDataCollector", "RandomPolicy", "ReplayBuffer.sample", "LazyTensorStorage", "MultiStep", "split_trajectories",
-    "GymEnv", "ParallelEnv", "AsyncEnvPool", "ExplorationType",
+    "GymEnv", "ParallelEnv", "ExplorationType",
 )  # fmt: skip
 def test_frames_of_gymnasium_are_collected_stored_and_split() -> None:
     pytest.importorskip("gymnasium")
     from rlpost.collectors import Collector, RandomPolicy, SyncDataCollector
     from rlpost.data import FrameBuffer, LazyTensorStorage, MultiStep, split_trajectories
-    from rlpost.envs import AsyncEnvPool, ExplorationType, GymEnv, ParallelEnv
+    from rlpost.envs import ExplorationType, GymEnv, ParallelEnv
 
     make = lambda: GymEnv("Pendulum-v1")  # noqa: E731
     policy = RandomPolicy(make().action_spec)
@@ -227,10 +227,10 @@ def test_frames_of_gymnasium_are_collected_stored_and_split() -> None:
     collecting.set_seed(0)
     assert collecting.next() is None
     assert buffer.sample(3).batch_size == (3,)
-    apart = Collector(AsyncEnvPool([make] * 2), policy, frames_per_batch=4, postproc=MultiStep(0.9, 2))
+    apart = Collector(ParallelEnv(2, make), policy, frames_per_batch=4, postproc=MultiStep(0.9, 2))
     batch = apart.next()
     assert batch is not None
-    assert split_trajectories(batch).batch_size[0] == len(set(batch["collector", "traj_ids"].tolist()))
+    assert split_trajectories(batch).batch_size[0] == len(batch["collector", "traj_ids"].unique())
     linear = torch.nn.Linear(3, 1)
     trained = Collector(make, linear, frames_per_batch=2, exploration_type=ExplorationType.MODE)
     trained.update_policy_weights_(linear)
@@ -250,11 +250,10 @@ def test_a_process_of_its_own_fills_a_buffer() -> None:
 
     rb = FrameBuffer(storage=LazyTensorStorage(1000))
     policy = torch.nn.Linear(3, 1)
-    with pytest.warns(DeprecationWarning, match="AsyncCollector"):
-        collecting = aSyncDataCollector(
-            lambda: GymEnv("Pendulum-v1"), policy, replay_buffer=rb, frames_per_batch=50, total_frames=-1
-        )
-    assert isinstance(collecting, AsyncCollector)
+    assert aSyncDataCollector is AsyncCollector
+    collecting = AsyncCollector(
+        lambda: GymEnv("Pendulum-v1"), policy, replay_buffer=rb, frames_per_batch=50, total_frames=-1
+    )
     assert collecting.set_seed(1) == 2
     state = collecting.state_dict()
     assert collecting.next() is None
@@ -466,7 +465,7 @@ def test_a_game_of_mlgyms_kind_is_a_conversation() -> None:
         def close(self) -> None:
             pass
 
-    [conversation] = MLGymWrapper(Game()).draw(1)
+    [conversation] = MLGymWrapper(Game).draw(1)
     assert "Begin." in conversation.messages[-1]["content"]
 
 

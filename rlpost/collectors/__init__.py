@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from rlpost.torchrl.collector import RandomPolicy as RandomPolicy
     from rlpost.torchrl.llm_collector import LLMCollector as LLMCollector
     from rlpost.torchrl.remote_collector import AsyncCollector as AsyncCollector
+    from rlpost.torchrl.remote_collector import AsyncCollector as aSyncDataCollector  # noqa: F401  its name in older examples
     from rlpost.torchrl.remote_collector import RayCollector as RayCollector
     from rlpost.torchrl.remote_collector import RayLLMCollector as RayLLMCollector
-    from rlpost.torchrl.remote_collector import aSyncDataCollector as aSyncDataCollector
     from rlpost.weight_sync.base import SharedWeights as SharedWeights
     from rlpost.weight_sync.base import WeightUpdater as WeightUpdaterBase  # noqa: F401  as TorchRL's users know it
     from rlpost.weight_sync.folder import RayWeightSyncScheme as RayWeightSyncScheme
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ELSEWHERE = {  # of TorchRL's names
     "MultiSyncCollector": "a Collector of rlpost.envs.ParallelEnv plays several environments in step",
-    "MultiAsyncCollector": "a Collector of rlpost.envs.AsyncEnvPool takes each frame when it is there",
+    "MultiAsyncCollector": "a RayCollector takes each batch when it is there",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, __file__, ELSEWHERE)

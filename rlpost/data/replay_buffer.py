@@ -212,11 +212,11 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
             return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Complete and incomplete groups and the counts, JSON-compatible."""
+        """Complete and incomplete groups and the counts."""
         with self._lock:
             return {
-                "groups": [self._plain(group) for _, group in self._groups],
-                "waiting": [self._plain(group) for group in self._waiting.values()],
+                "groups": [self._saved(group) for _, group in self._groups],
+                "waiting": [self._saved(group) for group in self._waiting.values()],
                 "num_dropped_by_age": self.num_dropped_by_age,
                 "num_evicted": self.num_evicted,
                 "drawn": asdict(self.drawn),
@@ -224,7 +224,7 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._groups = [self._restored(plain) for plain in state["groups"]]
+        self._groups = [self._restored(saved) for saved in state["groups"]]
         self._waiting = dict(map(self._restored, state["waiting"]))
         self.num_dropped_by_age = state["num_dropped_by_age"]
         self.num_evicted = state["num_evicted"]
@@ -287,18 +287,18 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
         """The rows of `members`, one after the other."""
 
     @abstractmethod
-    def _plain(self, group: list[Member]) -> Any:
-        """A group as JSON-compatible values."""
+    def _saved(self, group: list[Member]) -> Any:
+        """A group as `state_dict` has it."""
 
     @abstractmethod
-    def _restored(self, plain: Any) -> tuple[int, list[Member]]:
-        """The number and the members of a group, from `_plain`."""
+    def _restored(self, saved: Any) -> tuple[int, list[Member]]:
+        """The number and the members of a group, from `_saved`."""
 
 
 class GroupBuffer(Groups[Conversation]):
     """Whole groups of finished conversations; the TensorDict of a step is built of them once, by `build`.
 
-    See `Groups` for the other options.
+    Its state is JSON-compatible. See `Groups` for the other options.
     """
 
     def __init__(
@@ -330,12 +330,12 @@ class GroupBuffer(Groups[Conversation]):
     def _batch(self, members: list[Conversation]) -> TensorDictBase:
         return self.build(members)
 
-    def _plain(self, group: list[Conversation]) -> list[dict[str, Any]]:
+    def _saved(self, group: list[Conversation]) -> list[dict[str, Any]]:
         return [{name: getattr(each, name) for name in SAVED} for each in group]
 
-    def _restored(self, plain: Any) -> tuple[int, list[Conversation]]:
-        saved_as_batch = isinstance(plain, dict)
-        group = _from_batch(plain) if saved_as_batch else [Conversation(task={}, **each) for each in plain]
+    def _restored(self, saved: Any) -> tuple[int, list[Conversation]]:
+        is_batch = isinstance(saved, dict)
+        group = _from_batch(saved) if is_batch else [Conversation(task={}, **each) for each in saved]
         return group[0].group_id, group
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rlpost.envs.ifeval import IFEvalScoreData as IFEvalScoreData
     from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
     from rlpost.envs.math_problems import MathEnv as MathEnv
+    from rlpost.envs.mlgym import MLGymWrapper as MLGymWrapper
+    from rlpost.envs.mlgym import make_mlgym as make_mlgym
     from rlpost.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv
     from rlpost.envs.text_game import TextGameEnv as TextGameEnv
     from rlpost.envs.transforms import BrowserTransform as BrowserTransform
@@ -42,16 +44,14 @@ if TYPE_CHECKING:
     from rlpost.torchrl.envs import LLMEnv as LLMEnv
     from rlpost.torchrl.envs import LLMHashingEnv as LLMHashingEnv
     from rlpost.torchrl.envs import make_gsm8k_env as make_gsm8k_env
-    from rlpost.torchrl.frames import AsyncEnvPool as AsyncEnvPool
     from rlpost.torchrl.frames import Bounded as Bounded
     from rlpost.torchrl.frames import Categorical as Categorical
     from rlpost.torchrl.frames import GymEnv as GymEnv
     from rlpost.torchrl.frames import ParallelEnv as ParallelEnv
     from rlpost.torchrl.frames import TensorDictEnv as TensorDictEnv
-    from rlpost.torchrl.mlgym_env import MLGymWrapper as MLGymWrapper
-    from rlpost.torchrl.mlgym_env import make_mlgym as make_mlgym
 
 ELSEWHERE = {  # of TorchRL's names
+    "AsyncEnvPool": "ParallelEnv(len(makers), makers) plays several environments, a thread each",
     "set_gym_backend": "gymnasium is the only backend of GymEnv, so leave the line out",
     "EnvCreator": "pass the function that makes the environment itself",
 }

@@ -1,4 +1,4 @@
-"""Rows of the TensorDicts that `rlpost.data.batch` lays out: chosen, joined, and as JSON and back."""
+"""Rows of the TensorDicts that `rlpost.data.batch` lays out: chosen and joined."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from rlpost.data.conversation import Message
 from rlpost.data.history import History
 from rlpost.data.ragged import ATTENTION, joined, ragged, ragged_rows, strings
-from rlpost.data.rendering import ContentBase
 
 L = TypeVar("L", bound=Hashable)
-_KIND, _VALUES, _DTYPE, _PART = "kind", "values", "dtype", "ContentBase"
 
 
 def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:
@@ -96,66 +93,3 @@ def _ragged_in_some(parts: Sequence[Any]) -> bool:
 def _has_pads(batch: TensorDictBase) -> bool:
     masks = [batch.get(key, None) for key in (ATTENTION, "attention_mask")]
     return any(mask is not None and not mask.is_nested and not mask.all() for mask in masks)
-
-
-# JSON and back
-
-
-def to_plain(batch: TensorDictBase) -> dict[str, Any]:
-    """`batch` (B,), or a lazy stack, as JSON-compatible dicts and lists: how a checkpoint keeps rows. Lossless."""
-    if isinstance(batch, LazyStackedTensorDict):
-        return {_KIND: "stack", "dim": batch.stack_dim, _VALUES: [to_plain(each) for each in batch.tensordicts]}
-    return {
-        _KIND: "batch",
-        "size": batch.batch_size[0],
-        _VALUES: {key: _plain_value(value) for key, value in batch.items()},
-    }
-
-
-def from_plain(plain: dict[str, Any]) -> TensorDictBase:
-    """The inverse of `to_plain`."""
-    if plain[_KIND] == "stack":
-        return LazyStackedTensorDict.lazy_stack([from_plain(each) for each in plain[_VALUES]], plain["dim"])
-    values = {key: _value(value) for key, value in plain[_VALUES].items()}
-    return TensorDict(values, batch_size=[plain["size"]])
-
-
-def _plain_value(value: Any) -> dict[str, Any]:
-    if isinstance(value, torch.Tensor):
-        kind = "ragged" if value.is_nested else "tensor"
-        values = [row.tolist() for row in value.unbind()] if value.is_nested else value.tolist()
-        return {_KIND: kind, _DTYPE: str(value.dtype).removeprefix("torch."), _VALUES: values}
-    if isinstance(value, History):
-        return {_KIND: "history", _VALUES: [[_plain_message(m) for m in chat] for chat in value.to_chats()]}
-    if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
-        return to_plain(value)
-    return {_KIND: "strings", _VALUES: list(value.tolist())}
-
-
-def _value(plain: dict[str, Any]) -> Any:
-    kind, values = plain[_KIND], plain[_VALUES]
-    if kind == "batch":
-        return from_plain(plain)
-    if kind == "history":
-        return History.from_chats([[_message(m) for m in chat] for chat in values])
-    if kind == "strings":
-        return strings(values)
-    dtype = getattr(torch, plain[_DTYPE])
-    if kind == "ragged":
-        return ragged([torch.tensor(row, dtype=dtype) for row in values])
-    return torch.tensor(values, dtype=dtype)
-
-
-def _plain_message(message: Message) -> Message:
-    """A message with its `ContentBase` parts as marked dicts."""
-    content = message["content"]
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [{_PART: p.to_part()} if isinstance(p, ContentBase) else p for p in content]}
-
-
-def _message(plain: Message) -> Message:
-    content = plain["content"]
-    if not isinstance(content, list):
-        return plain
-    return {**plain, "content": [ContentBase.from_part(p[_PART]) if _PART in p else p for p in content]}

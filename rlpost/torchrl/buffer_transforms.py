@@ -1,7 +1,6 @@
 """Transforms of the replay buffer on write: MCAdvantage, GRPO's Monte-Carlo advantage, and TopKRewardSelector.
 
-Both hold trajectories back until a group is complete. `first`, `uniform` and `balanced` choose the trajectories of a
-group if more are sampled than it holds.
+Both hold trajectories back until a group is complete.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from math import comb, isfinite, nan
+from math import isfinite, nan
 from statistics import fmean
 from typing import Any
 
@@ -20,8 +19,8 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data.batch import best
 from rlpost.data.ragged import Key, column, ragged_rows
 from rlpost.data.replay_buffer import HoldsGroups
-from rlpost.objectives.advantage import advantages, shuffled
-from rlpost.torchrl.batches import concat_rows, from_plain, places_of_each, select_rows, to_plain
+from rlpost.objectives.advantage import advantages
+from rlpost.torchrl.batches import concat_rows, places_of_each, select_rows
 from rlpost.torchrl.sequences import in_one_dimension
 
 Bounds = tuple[float, float]
@@ -29,7 +28,6 @@ Bounds = tuple[float, float]
 Selector = Callable[[Sequence[TensorDictBase], torch.Tensor, int, Bounds | None], Sequence[int] | None]
 GroupKey = tuple[bool, str]  # whether groups are numbered, and the number or the prompt as text
 Trajectories = list[TensorDictBase]  # the steps (L_i,) of each
-MOST_COMBINATIONS = 100_000  # `balanced` looks at all of these, and climbs where there are more
 REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
 
 
@@ -72,13 +70,13 @@ class GroupTransform(HoldsGroups, ABC):
         return {"groups/evicted": float(self.num_evicted)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The trajectories that wait and the counts, as JSON-compatible values."""
-        waiting = [[to_plain(steps) for steps in group] for group in self._waiting.values()]
+        """The trajectories that wait, as TensorDicts, and the counts."""
+        waiting = [[steps.copy() for steps in group] for group in self._waiting.values()]
         return {"waiting": waiting, "evicted": self.num_evicted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        groups = [[from_plain(steps) for steps in group] for group in state["waiting"]]
+        groups = [[steps.copy() for steps in group] for group in state["waiting"]]
         self._waiting = {self._key_of(group[0]): group for group in groups}
         self.num_evicted = state["evicted"]
 
@@ -105,14 +103,12 @@ class MCAdvantage(GroupTransform):
     With `trajectory_return=None` every reward of the group, one a step or one a token, is compared
     with all the others; with `"sum"`, `"max"` or `"mean"` each trajectory's return is compared with
     the other returns, and all its steps get the result. `estimator` says how: one of
-    `rlpost.objectives.advantage.GROUP_ESTIMATORS`. `shuffle_rewards` permutes what is compared
-    within the group first, reproducibly from `seed`: the control that must not learn.
+    `rlpost.objectives.advantage.GROUP_ESTIMATORS`.
 
     `keep_return_bounds=(low, high)` drops a group unless low < mean return < high. With
     `candidate_group_size` above `grpo_size`, up to that many trajectories are collected, and from
-    `candidate_selection_min_size` on (left out: `grpo_size`) `candidate_selector` (`first`,
-    `uniform`, `balanced`, or a function like those in `rlpost.torchrl.buffer_transforms`) may find a
-    group among them; those it leaves are dropped.
+    `candidate_selection_min_size` on (left out: `grpo_size`) `candidate_selector` may find a group
+    among them; those it leaves are dropped. The default takes returns from the lowest to the highest.
 
     At most `max_waiting` groups wait: the one that has longest had no new trajectory is given up,
     logged and counted. `num_complete` groups were completed, and `num_written` of them delivered
@@ -140,19 +136,16 @@ class MCAdvantage(GroupTransform):
     keep_return_bounds: Bounds | None = None
     candidate_group_size: int | None = None
     candidate_selection_min_size: int | None = None
-    candidate_selector: str | Selector = "balanced"
+    candidate_selector: Selector | None = None  # None: `evenly_spaced`
     group_key: str = "group_id"
     estimator: str = "grpo"
-    shuffle_rewards: bool = False
-    seed: int = 0
     max_waiting: int = 4096
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.group_size = self.candidate_group_size or self.grpo_size
         self._least = self.candidate_selection_min_size or self.grpo_size
-        given = self.candidate_selector
-        self._selector = SELECTORS[given] if isinstance(given, str) else given
+        self._selector = self.candidate_selector or evenly_spaced
         self.num_complete = self.num_written = self.num_dropped = 0
         # numbered groups that were chosen before all their trajectories were there: the rest is dropped
         self._early: dict[GroupKey, None] = {}
@@ -239,8 +232,6 @@ class MCAdvantage(GroupTransform):
             values, valid = self._returns(entries)
             sizes = [1] * len(group)
         groups = group[0][self.group_key].reshape(-1)[:1].expand(values.numel())
-        if self.shuffle_rewards:
-            values = shuffled(values, groups, valid, self.seed)
         computed = advantages(self.estimator, values, groups, valid)
         for steps, own in zip(group, computed.split(sizes), strict=True):
             steps[self.advantage_key] = _like_rewards(own, steps[self.rewards_key])
@@ -306,64 +297,12 @@ def _worth_of(steps: TensorDictBase, rewards_key: Key) -> float:
     return nan if has_failed or not finite else fmean(finite)
 
 
-# Selectors: which trajectories make a group, if more are sampled than it holds
-
-
-def first(
+def evenly_spaced(
     candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
-) -> Sequence[int]:
-    """The trajectories that came first."""
-    return range(size)
-
-
-def uniform(
-    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
-) -> Sequence[int]:
-    """Evenly spaced among the candidates in the order of their returns, the lowest and the highest included."""
-    return sorted(_evenly_spaced(returns, size))
-
-
-def balanced(
-    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
-) -> Sequence[int]:
-    """The trajectories whose mean return is nearest the middle of the bounds, and among them the ones furthest apart.
-
-    Without bounds the middle is that between the lowest and the highest return. Up to
-    `MOST_COMBINATIONS` choices are all compared; of more, an evenly spaced one is improved by
-    exchanging one trajectory at a time until nothing is gained.
-    """
-    low, high = bounds if bounds is not None else (returns.min().item(), returns.max().item())
-    middle = (low + high) / 2
-    if comb(returns.numel(), size) > MOST_COMBINATIONS:
-        return sorted(_climb(returns, _evenly_spaced(returns, size), middle))
-    choices = torch.combinations(torch.arange(returns.numel()), size)
-    return choices[_best(returns[choices], middle)].tolist()
-
-
-SELECTORS: dict[str, Selector] = {"first": first, "uniform": uniform, "balanced": balanced}
-
-
-def _evenly_spaced(returns: torch.Tensor, size: int) -> list[int]:
+) -> list[int]:
+    """A `Selector`: evenly spaced in the order of the returns, the lowest and the highest included."""
     order = returns.argsort(stable=True)
-    return order[torch.linspace(0, returns.numel() - 1, size).round().long()].tolist()
-
-
-def _best(choices: torch.Tensor, middle: float) -> int:
-    """The row of `choices` (C, G) whose mean is nearest `middle`; of those as near, the one of largest variance."""
-    distance = (choices.double().mean(-1) - middle).abs()
-    as_near = distance <= distance.min() + 1e-9
-    variance = choices.double().var(-1).where(as_near, -1.0)
-    return int(variance.argmax())
-
-
-def _climb(returns: torch.Tensor, chosen: list[int], middle: float) -> list[int]:
-    while True:
-        others = [i for i in range(returns.numel()) if i not in chosen]
-        exchanges = [[*chosen[:place], other, *chosen[place + 1 :]] for place in range(len(chosen)) for other in others]
-        best = _best(returns[torch.tensor([chosen, *exchanges])], middle)
-        if best == 0:
-            return chosen
-        chosen = exchanges[best - 1]
+    return sorted(order[torch.linspace(0, returns.numel() - 1, size).round().long()].tolist())
 
 
 # Trajectories in a batch, and their rewards

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,7 @@ from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.torchrl.collector_base import CollectorBase, postprocessed
-from rlpost.torchrl.frames import TRAJ_IDS, AsyncEnvPool, dense, mark_truncated, split_trajectories
+from rlpost.torchrl.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
 from rlpost.weight_sync.base import named_weights
 
 Device = torch.device | str | int
@@ -39,9 +38,7 @@ class Collector(CollectorBase):
     up to a multiple of the environment's size. Each frame has the policy's input and output, `next` with the frame
     that followed, and `("collector", "traj_ids")`, the number of its trajectory. Trajectories go on from batch to
     batch unless `reset_at_each_iter`; they end when the environment is done, unless not `reset_when_done`, or,
-    truncated, after `max_frames_per_traj` frames in their place (None or negative: never). With an `AsyncEnvPool` (or
-    `async_envs=True`) no environment waits for another: a batch is (T,), frames as they came, with
-    `("collector", "env_index")`.
+    truncated, after `max_frames_per_traj` frames in their place (None or negative: never).
 
     Iteration ends once `total_frames`, a multiple of `frames_per_batch`, are there (-1: never). The first
     `init_random_frames`, rounded up to whole batches, are played at random, with zeros for the policy's other outputs;
@@ -79,7 +76,6 @@ class Collector(CollectorBase):
         set_truncated: bool = False,
         track_policy_version: bool | PolicyVersion = False,
         trust_policy: bool | None = None,
-        async_envs: bool | None = None,
         replay_buffer: Any = None,
         wait_seconds: float = 600.0,
     ) -> None:
@@ -111,7 +107,6 @@ class Collector(CollectorBase):
         self.reset_when_done = reset_when_done
         self.set_truncated = set_truncated
         self.policy_version_tracker = PolicyVersion() if track_policy_version is True else track_policy_version or None
-        self.async_envs = isinstance(env, AsyncEnvPool) if async_envs is None else async_envs
         self._frames = 0  # delivered
         self._trajectories = 0  # begun
         self._begin_anew()
@@ -127,7 +122,7 @@ class Collector(CollectorBase):
         if self.reset_at_each_iter:
             self._begin_anew()
         with torch.no_grad(), set_interaction_type(self.exploration_type):
-            frames = self._played_apart() if self.async_envs else self._played_together()
+            frames = [self._frame() for _ in range(self.frames_per_batch // self._steps.numel())]
         batch = dense(lazy_stack(frames, dim=-1))
         if self.set_truncated:
             mark_truncated(batch)
@@ -136,32 +131,29 @@ class Collector(CollectorBase):
 
     # Frames
 
-    def _played_together(self) -> list[TensorDictBase]:
-        """The frames of every place, step by step."""
+    def _frame(self) -> TensorDictBase:
+        """One more frame of every place."""
         if self._current is None:
-            self._current = self._begun(self.env.reset(), ...)
-        frames = []
-        for _ in range(self.frames_per_batch // self._steps.numel()):
-            frame, self._current = self._ended(self._frame(self.env, ..., self._act(self._current)), ...)
-            frames.append(frame)
-        return frames
-
-    def _played_apart(self) -> list[TensorDictBase]:
-        """The frames of a pool as they come; those in flight at the end belong to the next batch."""
-        pool: AsyncEnvPool = self.env
-        if not pool.num_in_flight:
-            for place in range(self._steps.numel()):
-                pool.send(place, lambda env: (None, env.reset()))
-        frames: list[TensorDictBase] = []
-        while len(frames) < self.frames_per_batch:
-            place, (frame, current) = pool.receive()
-            if frame is None:
-                current = self._begun(current, place)
-            else:
-                frame, current = self._ended((frame, current), place)
-                frames.append(frame.set(("collector", "env_index"), torch.tensor(place)))
-            pool.send(place, partial(self._frame, place=place, acted=self._act(current)))
-        return frames
+            self._current = self._begun(self.env.reset())
+        frame = self.env.step(self._act(self._current))
+        frame.set(TRAJ_IDS, self._traj_ids)
+        self._steps += 1
+        following = frame["next"]
+        if self.max_frames_per_traj is not None:
+            over = self._steps >= self.max_frames_per_traj
+            cut = over.reshape(following["done"].shape).to(following["done"].device)
+            following.set("truncated", following.get("truncated", torch.zeros_like(cut)) | cut)
+            following.set("done", following["done"] | cut)
+        current = following.exclude("reward")
+        done = following["done"]
+        if self.reset_when_done and done.any():
+            current = self.env.reset() if done.all() else self.env.reset(current.set("_reset", done))
+            where = done.reshape(self._steps.shape).cpu()
+            self._steps *= ~where
+            self._number(where)
+        self._flag(current)
+        self._current = current
+        return frame if self.storing_device is None else frame.to(self.storing_device)
 
     def _act(self, current: TensorDictBase) -> TensorDictBase:
         """`current` with the policy's action, on the environment's device."""
@@ -178,56 +170,25 @@ class Collector(CollectorBase):
             acted = self.policy_version_tracker(acted)
         return acted if self.env_device is None else acted.to(self.env_device)
 
-    def _frame(self, env: Any, place: Any, acted: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """The frame of `env` in `place` after `acted`, and the next action's input; a pool's thread may call it."""
-        frame = env.step(acted)
-        following = frame["next"]
-        self._steps[place] += 1
-        if self.max_frames_per_traj is not None:
-            over = self._steps[place] >= self.max_frames_per_traj
-            cut = over.reshape(following["done"].shape).to(following["done"].device)
-            following.set("truncated", following.get("truncated", torch.zeros_like(cut)) | cut)
-            following.set("done", following["done"] | cut)
-        current = following.exclude("reward")
-        if not self.reset_when_done or not current["done"].any():
-            return frame, current
-        if current["done"].all():
-            return frame, env.reset()
-        return frame, env.reset(current.set("_reset", current["done"]))
+    def _begun(self, begun: TensorDictBase) -> TensorDictBase:
+        """The first frames of new trajectories in every place."""
+        self._number(torch.ones_like(self._steps, dtype=torch.bool))
+        self._flag(begun)
+        return begun
 
-    def _ended(
-        self, played: tuple[TensorDictBase, TensorDictBase], place: Any
-    ) -> tuple[TensorDictBase, TensorDictBase]:
-        """A frame to deliver and the input of the next action, with trajectories numbered."""
-        frame, current = played
-        frame.set(TRAJ_IDS, self._traj_ids[place].clone())
-        if self.reset_when_done:
-            done = frame["next", "done"].reshape(self._steps[place].shape).cpu()
-            self._steps[place] *= ~done
-            self._number(place, done)
-        return frame if self.storing_device is None else frame.to(self.storing_device), self._flagged(current)
-
-    def _begun(self, begun: TensorDictBase, place: Any) -> TensorDictBase:
-        self._steps[place] = 0
-        self._number(place, torch.ones_like(self._steps[place], dtype=torch.bool))
-        return self._flagged(begun)
-
-    def _flagged(self, current: TensorDictBase) -> TensorDictBase:
-        """`current`, with `truncated` if trajectories have a limit."""
+    def _flag(self, current: TensorDictBase) -> None:
+        """Set `truncated` in `current` if trajectories have a limit."""
         if self.max_frames_per_traj is not None and "truncated" not in current.keys():  # noqa: SIM118
             current.set("truncated", torch.zeros_like(current["done"]))
-        return current
 
-    def _number(self, place: Any, where: torch.Tensor) -> None:
-        """Number the trajectories that begin in `place`, where the mask is True."""
+    def _number(self, where: torch.Tensor) -> None:
+        """Number the trajectories that begin where the mask is True."""
         numbers = self._trajectories + where.reshape(-1).cumsum(0).reshape(where.shape) - 1
-        self._traj_ids[place] = torch.where(where, numbers, self._traj_ids[place])
+        self._traj_ids = torch.where(where, numbers, self._traj_ids)
         self._trajectories += int(where.sum())
 
     def _begin_anew(self) -> None:
         """Abandon the trajectories in flight."""
-        while self.async_envs and self.env.num_in_flight:
-            self.env.receive()
         self._current: TensorDictBase | None = None
         self._steps = torch.zeros(cast(Any, self.env).batch_size, dtype=torch.int64)
         self._traj_ids = torch.full_like(self._steps, -1)
@@ -279,13 +240,13 @@ class Collector(CollectorBase):
             if index is None or self._current is None:
                 self._begin_anew()
                 if kwargs:
-                    self._current = self._begun(self.env.reset(**kwargs), ...)
+                    self._current = self._begun(self.env.reset(**kwargs))
                 return
             where = torch.zeros_like(self._steps, dtype=torch.bool)
             where[index if isinstance(index, int) else list(index)] = True
             self._current = self.env.reset(self._current.set("_reset", where.unsqueeze(-1)), **kwargs)
             self._steps *= ~where
-            self._number(..., where)
+            self._number(where)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environment's next trajectories, those of several in one way if `static_seed`.

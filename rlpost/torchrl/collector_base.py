@@ -292,36 +292,32 @@ class WeightsCollector(CollectorBase):
         *,
         worker_ids: WorkerIds | None = None,
         model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> None:
         """Push weights into the policy; its version rises once the push has wholly succeeded.
 
         They come from a module, a TensorDict or a mapping, as the first argument, `weights`, `policy` or
         `state_dict`, or as `weights_dict={"policy": ...}`; by default they are those of the policy's own model, if
-        it has one. The only model is "policy" (`model_id`), the only worker number 0, or the device that samples.
-        The background pauses meanwhile.
+        it has one. The only model is "policy" (`model_id`). Of several workers `worker_ids` chooses some, by their
+        numbers or the devices of their policies. The background pauses meanwhile.
 
         Raises TypeError without weights, ValueError for two sets of them.
         """
-        del worker_ids  # of collectors with several workers
-        source = self._given_weights(model_id, policy_or_weights=policy_or_weights, **given)
-        with self.pause():
-            self.weight_updater.push(source)
-
-    def _given_weights(
-        self, model_id: str | None, *, weights_dict: Mapping[str, Any] | None = None, **given: Any
-    ) -> Any:
-        """The weights that `update_policy_weights_` was given, or else the policy's own."""
-        for name in given.keys() - {"policy_or_weights", "weights", "policy", "state_dict"}:
+        for name in given.keys() - {"weights", "policy", "state_dict"}:
             raise TypeError(f"update_policy_weights_ takes no {name}")
         for model in (model_id or MODEL_ID, *(weights_dict or ())):
             if model != MODEL_ID:
                 raise ValueError(f"a collector takes the weights of {MODEL_ID!r} alone, not of {model!r}")
-        named = {**given, "weights_dict": None if weights_dict is None else weights_dict[MODEL_ID]}
+        named = {"policy_or_weights": policy_or_weights, **given, "weights_dict": (weights_dict or {}).get(MODEL_ID)}
         sources = {name: source for name, source in named.items() if source is not None}
         if len(sources) > 1:
             raise ValueError(f"weights were given twice, as {' and '.join(sources)}: leave one out")
-        return next(iter(sources.values()), getattr(self.policy, "model", None))
+        self._push(next(iter(sources.values()), getattr(self.policy, "model", None)), worker_ids)
+
+    def _push(self, source: Any, worker_ids: WorkerIds | None) -> None:
+        with self.pause():
+            self.weight_updater.push(source)
 
     def take_up(self, folder: Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
         """See `CollectorBase.take_up`; the policy loads a folder itself if it can and has no updater of the user's."""

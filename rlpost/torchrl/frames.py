@@ -1,7 +1,7 @@
 """Environments whose frames are tensors, and a buffer that draws frames at random.
 
-`GymEnv` is one of gymnasium's environments, `ParallelEnv` and `AsyncEnvPool` are several in threads; all are
-`TensorDictEnv`s, whose actions lie in a `Spec`.
+`GymEnv` is one of gymnasium's environments, `ParallelEnv` is several in threads; both are `TensorDictEnv`s, whose
+actions lie in a `Spec`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 import torch
@@ -128,9 +128,7 @@ class TensorDictEnv(ABC):
 
 
 class Bounded:
-    """Numbers from `low` to `high`, tensors of one shape; where a side has no bound, draws lie at most 1 beyond the
-    other, and between -1 and 1 where neither has one.
-    """
+    """Numbers from `low` to `high`, tensors of one shape."""
 
     def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
         self.low, self.high = low, high
@@ -138,9 +136,7 @@ class Bounded:
 
     def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
         """Values drawn uniformly, (*batch_size, *shape); whole numbers include both bounds."""
-        below, above = self.low.double(), self.high.double()
-        low = torch.where(below.isinf(), torch.where(above.isinf(), -1.0, above - 1), below)
-        high = torch.where(above.isinf(), torch.where(below.isinf(), 1.0, below + 1), above)
+        low, high = self.low.double(), self.high.double()
         drawn = torch.rand(*batch_size, *self.shape, dtype=torch.float64)
         if not self.dtype.is_floating_point:
             return (low + (drawn * (high - low + 1)).floor()).to(self.dtype)
@@ -148,14 +144,14 @@ class Bounded:
 
 
 class Categorical:
-    """The numbers `start`, `start` + 1, ...: `n` of them, int64; of `shape` where one choice is several numbers."""
+    """The numbers `start`, `start` + 1, ...: `n` of them, int64."""
 
-    def __init__(self, n: int, shape: Sequence[int] = (), start: int = 0) -> None:
-        self.n, self.shape, self.start = n, torch.Size(shape), start
+    def __init__(self, n: int, *, start: int = 0) -> None:
+        self.n, self.start = n, start
 
     def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """Numbers drawn uniformly, (*batch_size, *shape)."""
-        return torch.randint(self.start, self.start + self.n, (*batch_size, *self.shape))
+        """Numbers drawn uniformly, (*batch_size)."""
+        return torch.randint(self.start, self.start + self.n, tuple(batch_size))
 
 
 Spec = Bounded | Categorical  # the space of one entry of one environment
@@ -235,58 +231,23 @@ class ParallelEnv(TensorDictEnv):
 
     def _all(self, work: Callable[[int], T], places: Sequence[int]) -> list[T]:
         """`work` of each place, side by side."""
-        futures = [self._threads[i].submit(partial(work, i)) for i in places]
-        _, late = wait(futures, self.wait_seconds)
-        if late:
-            raise self._too_late([i for i, future in zip(places, futures, strict=True) if future in late])
-        return [_result(i, future) for i, future in zip(places, futures, strict=True)]
-
-    def _too_late(self, places: Sequence[int]) -> PolicyError:
-        return PolicyError(f"waited {self.wait_seconds:g} s for environment {places[0]} of the pool: it may hang")
+        futures = {i: self._threads[i].submit(partial(work, i)) for i in places}
+        _, late = wait(futures.values(), self.wait_seconds)
+        results = []
+        for place, future in futures.items():
+            if future in late:
+                raise PolicyError(f"waited {self.wait_seconds:g} s for environment {place} of the pool: it may hang")
+            try:
+                results.append(future.result())
+            except BaseException as error:
+                error.add_note(f"in environment {place} of the pool")
+                raise
+        return results
 
 
 def _derived(seed: int, number: int) -> int:
     """A seed that depends on both."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=4).digest(), "big") >> 1
-
-
-class AsyncEnvPool(ParallelEnv):
-    """Environments that do not wait for each other: `AsyncEnvPool([make_env] * 4)`.
-
-    It is a batch of environments as `ParallelEnv` is; a `Collector` takes each frame as it comes, and its
-    environment goes on at once.
-    """
-
-    def __init__(
-        self,
-        env_makers: Sequence[Callable[..., Any]],
-        *,
-        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        wait_seconds: float = 600.0,
-    ) -> None:
-        super().__init__(len(env_makers), env_makers, create_env_kwargs=create_env_kwargs, wait_seconds=wait_seconds)
-        self._in_flight: dict[Future[Any], int] = {}  # the place of each
-        self._ended: SimpleQueue[Future[Any]] = SimpleQueue()
-
-    @property
-    def num_in_flight(self) -> int:
-        """The number of tasks that were sent and not received yet."""
-        return len(self._in_flight)
-
-    def send(self, place: int, work: Callable[[Any], Any]) -> None:
-        """Begin `work`, called with the environment number `place`, in a thread."""
-        future = self._threads[place].submit(partial(work, self.envs[place]))
-        self._in_flight[future] = place
-        future.add_done_callback(self._ended.put)
-
-    def receive(self) -> tuple[int, Any]:
-        """The place and the result of the task that ended first, of those not received. Raises its error."""
-        try:
-            future = self._ended.get(timeout=self.wait_seconds)
-        except Empty:
-            raise self._too_late(sorted(self._in_flight.values())) from None
-        place = self._in_flight.pop(future)
-        return place, _result(place, future)
 
 
 class _Worker:
@@ -309,25 +270,16 @@ def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> 
         del given  # the queue's next may be long in coming
 
 
-def _result(place: int, future: Future[T]) -> T:
-    try:
-        return future.result()
-    except BaseException as error:
-        error.add_note(f"in environment {place} of the pool")
-        raise
-
-
 # gymnasium's environments
 
 
 class GymEnv(TensorDictEnv):
     """One environment of gymnasium's: `GymEnv("Pendulum-v1")`, made with `arguments`, or an object of that kind.
 
-    Observations are the entry `observation`, those of a dictionary an entry each, as their space has them;
+    Observations are the entry `observation`, those of a dictionary an entry each;
     frames are (), flags and rewards (1,). Once it is seeded an episode is a function of the seed and its
     number, so that a saved environment begins the same ones again; before, each is gymnasium's.
-    Raises MissingExtraError without gymnasium, ConfigError for a space that is not a Box, Discrete,
-    MultiDiscrete or MultiBinary, or a dictionary of them.
+    Raises MissingExtraError without gymnasium, ConfigError for actions of another space than Box and Discrete.
     """
 
     def __init__(self, game: Any, *, device: torch.device | str | None = None, **arguments: Any) -> None:
@@ -338,10 +290,8 @@ class GymEnv(TensorDictEnv):
         self.device = None if device is None else torch.device(device)
         self.action_spec = spec_of(self._game.action_space)
         space = self._game.observation_space
-        spaces = dict(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else {"observation": space}
-        self.observation_spec: dict[str, Spec] = {name: spec_of(inner) for name, inner in spaces.items()}
-        self.observation_keys = tuple(spaces)
         self._by_name = isinstance(space, gymnasium.spaces.Dict)
+        self.observation_keys = tuple(space.spaces) if self._by_name else ("observation",)
         self._seed: int | None = None
         self._episodes = 0  # begun since it was seeded
 
@@ -396,14 +346,8 @@ def spec_of(space: Any) -> Spec:
         return Bounded(torch.as_tensor(space.low), torch.as_tensor(space.high))
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), start=int(space.start))
-    if isinstance(space, spaces.MultiBinary):
-        return Categorical(2, space.shape)
-    if isinstance(space, spaces.MultiDiscrete):
-        start = torch.as_tensor(space.start)
-        return Bounded(start, start + torch.as_tensor(space.nvec) - 1)
     raise ConfigError(
-        f"GymEnv takes the spaces Box, Discrete, MultiDiscrete and MultiBinary, and dictionaries of them to observe, "
-        f"not {space}: flatten it with a wrapper of gymnasium's first"
+        f"GymEnv takes actions of the spaces Box and Discrete, not of {space}: flatten it with a wrapper of gymnasium's"
     )
 
 
@@ -420,8 +364,8 @@ class FrameBuffer:
     >>> from tensordict import TensorDict
     >>> buffer = FrameBuffer(storage=LazyTensorStorage(3))
     >>> buffer.extend(TensorDict({"observation": torch.arange(5)}, batch_size=[5]))
-    >>> buffer.write_count, len(buffer), buffer.capacity
-    (5, 3, 3)
+    >>> buffer.write_count, len(buffer)
+    (5, 3)
     >>> set(buffer.sample(50)["observation"].tolist())
     {2, 3, 4}
     """
@@ -433,13 +377,8 @@ class FrameBuffer:
         self._generator = torch.Generator().manual_seed(seed)
         self._lock = threading.Lock()
 
-    @property
-    def capacity(self) -> int:
-        """The largest number of frames it holds."""
-        return self.storage.max_size
-
     def __len__(self) -> int:
-        return min(self.write_count, self.capacity)
+        return min(self.write_count, self.storage.max_size)
 
     def extend(self, batch: TensorDictBase) -> None:
         """Write every frame of `batch`, of any batch size."""
@@ -448,8 +387,8 @@ class FrameBuffer:
         if not count:
             return
         with self._lock:
-            newest = torch.arange(max(0, count - self.capacity), count)
-            self.storage.write((self.write_count + newest) % self.capacity, frames[newest[0] :])
+            newest = torch.arange(max(0, count - self.storage.max_size), count)
+            self.storage.write((self.write_count + newest) % self.storage.max_size, frames[newest[0] :])
             self.write_count += count
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
@@ -457,21 +396,6 @@ class FrameBuffer:
         size: Any = self.batch_size if batch_size is None else batch_size
         with self._lock:
             return self.storage.read(torch.randint(len(self), (size,), generator=self._generator))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The frames, their count and the state of the random generator, as tensors."""
-        with self._lock:
-            kept = None if self.storage.frames is None else self.storage.read(torch.arange(len(self)))
-            return {"frames": kept, "write_count": self.write_count, "generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, by a buffer of the same capacity."""
-        kept, count = state["frames"], state["write_count"]
-        with self._lock:
-            if kept is not None:
-                self.storage.write(torch.arange(kept.batch_size[0]), kept)
-            self.write_count = count
-            self._generator.set_state(state["generator"])
 
 
 class LazyTensorStorage:

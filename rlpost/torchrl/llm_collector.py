@@ -100,8 +100,8 @@ class LLMCollector(WeightsCollector, SyncCollector):
     ) -> None:
         if async_envs:
             raise RuntimeError(
-                "async_envs=True is for a pool of environments (rlpost.envs.AsyncEnvPool) in a Collector: one language "
-                "environment plays all its conversations together; raise its num_envs instead"
+                "async_envs=True is for a pool of environments: one language environment plays all its conversations "
+                "together, so raise its num_envs instead"
             )
         last_only = bool(yield_only_last_steps)
         completed = last_only if yield_completed_trajectories is None else yield_completed_trajectories
@@ -141,6 +141,8 @@ class LLMCollector(WeightsCollector, SyncCollector):
         else:
             batch = self._plain_batch()
         self._turns_delivered += batch.numel()
+        if self.verbose:
+            print(f"collected {batch.numel()} turns, {self._turns_delivered} in all", flush=True)
         return postprocessed(batch, self.postproc)
 
     def _plain_batch(self) -> TensorDictBase:
@@ -152,16 +154,11 @@ class LLMCollector(WeightsCollector, SyncCollector):
 
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`."""
-        batch = self._collected()
-        if self.verbose:
-            print(f"collected {batch.numel()} turns, {self._turns_delivered} in all", flush=True)
-        if self.replay_buffer is not None:
-            self.replay_buffer.extend(batch)
-            return None
-        if self.queue is not None:
-            self._put(self.queue, batch)
-            return None
-        return batch
+        batch = super().collect_round()
+        if self.queue is None or batch is None:
+            return batch
+        self._put(self.queue, batch)
+        return None
 
     def _put(self, queue: Any, batch: TensorDictBase) -> None:
         if queue.full():
@@ -192,10 +189,6 @@ class LLMCollector(WeightsCollector, SyncCollector):
     def _abandon(self) -> None:
         self._live = [[] for _ in self._live]
         self.env.abandon()
-
-    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        """Set the postprocessing of batches."""
-        self.postproc = postproc
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the order of the environment's tasks and the randomness of completions.

@@ -11,12 +11,10 @@ import inspect
 import logging
 import os
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -25,7 +23,6 @@ from typing import Any, cast
 import cloudpickle
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
-from tensordict.nn import InteractionType
 
 from rlpost.data.conversation import Conversation, PolicyVersionLabel, next_version
 from rlpost.envs.base import EnvBase, Transform
@@ -36,10 +33,10 @@ from rlpost.policies.remote import NewWorker, Players, RemotePolicy, Seat
 from rlpost.remote import cluster
 from rlpost.remote.process import END_SECONDS, WorkerProcess
 from rlpost.settings import SamplingSettings
-from rlpost.torchrl.batches import concat_rows, from_plain, to_plain
+from rlpost.torchrl.batches import concat_rows
 from rlpost.torchrl.collector import Collector, Device, made_env, one_device
 from rlpost.torchrl.collector_base import MODEL_ID, WeightsCollector, WorkerIds, postprocessed
-from rlpost.torchrl.frames import TRAJ_IDS, split_trajectories
+from rlpost.torchrl.frames import TRAJ_IDS, ParallelEnv, split_trajectories
 from rlpost.torchrl.llm_collector import LLMCollector
 from rlpost.weight_sync.base import WeightSource, begin_versions
 from rlpost.weight_sync.folder import FolderUpdater, RayWeightSyncScheme
@@ -51,7 +48,6 @@ DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of a worker
 GPU_SHARE = 0.2  # of a GPU for each worker, if the cluster has any
 DEVICES = ("device", "storing_device", "env_device", "policy_device")
 Plan = tuple[bytes, Mapping[str, Any]]  # how a worker's collector is built, and what its actor asks for
-GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE)
 
 
 # In the other process
@@ -69,25 +65,19 @@ def built_collector(
     """The collector of an environment and a policy, which are built here too.
 
     `options` are further keyword arguments of the collector, and its `create_env_kwargs`. The default of
-    `collector_class` is LLMCollector for a language environment, else Collector; one of several processes builds its
-    environment there. Raises TypeError for an option without effect, and what building raises.
+    `collector_class` is LLMCollector for a language environment, else Collector. Raises TypeError for an option without
+    effect, and what building raises.
     """
     chosen: Any = collector_class
     options = dict(options)
     how: dict[str, Any] = {"policy_factory": policy_factory, "frames_per_batch": frames_per_batch}
-    if inspect.isclass(chosen) and issubclass(chosen, RemoteCollector):
-        return chosen(create_env_fn, policy, **how, **options)
     env = made_env(create_env_fn, options.pop("create_env_kwargs", None))
     chosen = chosen or (LLMCollector if isinstance(env, EnvBase) else Collector)
     if not (inspect.isclass(chosen) and issubclass(chosen, LLMCollector)):
         return cast(Any, chosen)(env, policy, **how, **with_effect(options, chosen))
-    exploration = options.pop("exploration_type", None)
-    for name in ("reset_when_done", "storing_device"):
-        options.pop(name, None)
+    options.pop("storing_device", None)
     how["dialog_turns_per_batch"] = how.pop("frames_per_batch")
     collector = chosen(env, policy=policy, **how, **with_effect(options, chosen))
-    if (InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration) in GREEDY:
-        collector.policy.sampling = replace(collector.policy.sampling, temperature=0.0)
     collector.policy.start()
     return collector
 
@@ -158,8 +148,6 @@ def worker_env(make: Any, worker: int, copies: int, **kwargs: Any) -> Any:
         return env.append_transform(NumberedApart(worker))
     if copies == 1:
         return env
-    from rlpost.envs import ParallelEnv
-
     if hasattr(env, "close"):
         env.close()
     return ParallelEnv(copies, make, create_env_kwargs=kwargs)
@@ -358,25 +346,13 @@ class RemoteCollector(WeightsCollector):
 
     # Weights
 
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        worker_ids: WorkerIds | None = None,
-        model_id: str | None = None,
-        **given: Any,
-    ) -> None:
-        """Send weights to the workers, or to those of `worker_ids`: numbers, or the devices their policies are on.
+    def _push(self, source: WeightSource, worker_ids: WorkerIds | None) -> None:
+        """See `update_policy_weights_`: the version rises once all workers have answered, after their batches.
 
-        They come from a module, a TensorDict or a mapping, as the first argument, `weights`, `policy` or `state_dict`,
-        or as `weights_dict={"policy": ...}`; by default they are those of the given `policy`. The version rises once
-        all have answered, after their batches in flight.
-
-        Raises TypeError without weights, ValueError for two sets of them, and what a worker raises, whose name is in a
-        note; the others have the new weights then, and the version rises.
+        Raises what a worker raises, whose name is in a note; the others have the new weights then, and the version
+        rises.
         """
         self._check_open("send weights with")
-        source = self._given_weights(model_id, policy_or_weights=policy_or_weights, **given)
         wanted = [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids
         seats = self._players.seats
         self._send(
@@ -385,7 +361,7 @@ class RemoteCollector(WeightsCollector):
         )
 
     def _send(self, source: WeightSource, seats: list[Seat]) -> None:
-        """Send the weights of `source` to `seats`, and wait for all. Raises as `update_policy_weights_` does."""
+        """Send the weights of `source` to `seats`, and wait for all. Raises as `_push` does."""
         self._check_alive()
         with self._sending:
             version = next_version(self._newest)
@@ -432,16 +408,12 @@ class RemoteCollector(WeightsCollector):
         return seed
 
     def state_dict(self) -> Any:
-        """The state of each worker's collector, with its batch that was not delivered yet, in a list.
-
-        For conversations it is JSON-compatible; for frames it holds tensors.
-        """
+        """The state of each worker's collector, with its batch that was not delivered yet, in a list."""
         with self.pause():
             states = self._call("state_dict")
             for number, state in enumerate(states):
                 waiting = self._begun.get(number)
-                plain = to_plain if self.plays_conversations else (lambda batch: batch)
-                state["waiting"] = None if waiting is None else plain(waiting.result())
+                state["waiting"] = None if waiting is None else waiting.result()
                 state["delivered"] = self._delivered[number]
                 state["version"] = self.policy_version
             return states
@@ -461,7 +433,7 @@ class RemoteCollector(WeightsCollector):
                 self._delivered[seat.number] = state["delivered"]
                 if (waiting := state["waiting"]) is not None:
                     self._begun[seat.number] = came = Future()
-                    came.set_result(from_plain(waiting) if self.plays_conversations else waiting)
+                    came.set_result(waiting)
             self._newest = states[0]["version"]
             self.set_version(self._newest)
 
@@ -629,14 +601,6 @@ class AsyncCollector(RemoteCollector):
         super()._stop(timeout, close_env)
 
 
-class aSyncDataCollector(AsyncCollector):
-    """`AsyncCollector` under its name in older examples."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        warnings.warn("aSyncDataCollector is called AsyncCollector now", DeprecationWarning, stacklevel=2)
-        super().__init__(*args, **kwargs)
-
-
 class RayCollector(RemoteCollector):
     """Iterates over the batches of collectors in the processes of a Ray cluster, or fills a replay buffer with them.
 
@@ -644,7 +608,7 @@ class RayCollector(RemoteCollector):
     there are `num_collectors` (default: 1). `policy_factory`, `collector_kwargs`, `remote_configs` and devices may be
     lists too. Each process has a `collector_class`; the default is LLMCollector for a language environment, where
     `frames_per_batch` counts turns, and else Collector, with `num_workers_per_collector` copies of the environment in
-    step; it may be AsyncCollector. `options` are its arguments, such as `trust_policy`, `device`, `storing_device`,
+    step. `options` are its arguments, such as `trust_policy`, `device`, `storing_device`,
     `env_device`, `policy_device`, `max_frames_per_traj`, `reset_at_each_iter`, `exploration_type` and
     `weight_updater`; `collector_kwargs` are too, and override them. All are sent by cloudpickle.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -13,10 +14,11 @@ from rlpost.data.ragged import ragged_rows
 from rlpost.data.replay_buffer import Groups
 from rlpost.errors import DataError, PolicyError
 from rlpost.remote.cluster import Actor, joined
-from rlpost.torchrl.batches import concat_rows, from_plain, places_of_each, row_of, rows_in_line, select_rows, to_plain
+from rlpost.torchrl.batches import concat_rows, places_of_each, row_of, rows_in_line, select_rows
 from rlpost.torchrl.frames import FrameBuffer
 
 LOOK_SECONDS = 0.05  # between two looks for enough groups in an actor
+CALLED_THERE = ("extend", "sample", "take_counts", "state_dict", "load_state_dict")  # of the buffer in an actor
 Transform = Any  # called with a batch, returns one or None; may have `counts`, `state_dict` and `load_state_dict`
 
 
@@ -102,7 +104,7 @@ class ReplayBuffer(Groups[TensorDictBase]):
             return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Groups.state_dict`; with the rows that transforms hold back."""
+        """See `Groups.state_dict`; with the rows that transforms hold back. Rows are TensorDicts (`torch.save`)."""
         with self._lock:
             held = [t.state_dict() if hasattr(t, "state_dict") else None for t in self.transforms]
             return super().state_dict() | {"transforms": held}
@@ -133,12 +135,11 @@ class ReplayBuffer(Groups[TensorDictBase]):
     def _batch(self, members: list[TensorDictBase]) -> TensorDict:
         return concat_rows(members)
 
-    def _plain(self, group: list[TensorDictBase]) -> dict[str, Any]:
-        return to_plain(concat_rows(group))
+    def _saved(self, group: list[TensorDictBase]) -> TensorDict:
+        return concat_rows(group)
 
-    def _restored(self, plain: Any) -> tuple[int, list[TensorDictBase]]:
-        rows = from_plain(plain)
-        return int(rows[self.group_key][0]), [rows]
+    def _restored(self, saved: Any) -> tuple[int, list[TensorDictBase]]:
+        return int(saved[self.group_key][0]), [saved]
 
 
 def _check_one_group(number: int, waiting: TensorDictBase, new: TensorDictBase) -> None:
@@ -156,8 +157,8 @@ def _check_one_group(number: int, waiting: TensorDictBase, new: TensorDictBase) 
 class RayReplayBuffer:
     """A `ReplayBuffer` of groups, or with `storage` a `FrameBuffer`, in a Ray actor; it may be sent to other actors.
 
-    It takes their arguments. Whole groups are taken once (`take`, which waits for what collectors write), frames are
-    drawn at random (`sample`).
+    It takes their arguments, and has their methods: whole groups are taken once (`take`, which waits for what
+    collectors write), frames are drawn at random (`sample`).
 
     `remote_config` goes to `ray.remote` (default: no CPU of its own), `ray_init_config` to `ray.init` if Ray does not
     run yet. Every call waits `wait_seconds` at most. The actor ends with `close`, with the process that built it, or
@@ -168,60 +169,41 @@ class RayReplayBuffer:
     def __init__(
         self,
         *,
-        replay_buffer_cls: type[Any] | None = None,
         ray_init_config: Mapping[str, Any] | None = None,
         remote_config: Mapping[str, Any] | None = None,
         wait_seconds: float = 600.0,
         **options: Any,
     ) -> None:
         ray = joined("RayReplayBuffer", ray_init_config)
-        cls = replay_buffer_cls or (FrameBuffer if "storage" in options else ReplayBuffer)
         self.wait_seconds = wait_seconds
-        self.holds_groups = getattr(cls, "holds_groups", False)
-        handle = ray.remote(**{"num_cpus": 0, **(remote_config or {})})(BufferActor).remote(cls, options)
+        self.holds_groups = "storage" not in options
+        handle = ray.remote(**{"num_cpus": 0, **(remote_config or {})})(BufferActor).remote(options)
         self._actor = Actor(ray, handle, "the actor of the replay buffer, with what it held,")
         try:
-            self._call("call", "write_count")
+            len(self)
         except BaseException:
             self.close()
             raise
 
-    def extend(self, batch: TensorDictBase) -> None:
-        """See `extend` of the buffer; returns once it is written."""
-        self._call("call", "extend", batch)
-
-    def add(self, row: TensorDictBase) -> None:
-        """Write one row or frame ()."""
-        self.extend(row.unsqueeze(0))
-
-    @property
-    def write_count(self) -> int:
-        """Rows or frames written since the buffer was built."""
-        return self._call("call", "write_count")
-
-    def sample(self, batch_size: int | None = None) -> TensorDictBase:
-        """See `FrameBuffer.sample`."""
-        return self._call("call", "sample", batch_size)
+    def __getattr__(self, name: str) -> Any:
+        """A method of the buffer, which the actor carries out."""
+        if name not in CALLED_THERE:
+            raise AttributeError(name)
+        return partial(self._call, "call", name)
 
     def take(
-        self,
-        num_groups: int,
-        max_policy_lag: int | None = None,
-        *,
-        policy_version: PolicyVersionLabel | None = None,
-        wait_seconds: float | None = None,
+        self, num_groups: int, max_policy_lag: int | None = None, *, policy_version: PolicyVersionLabel | None = None
     ) -> TensorDict:
         """See `ReplayBuffer.take`: waits until enough groups were written, `wait_seconds` at most.
 
         A group older than `max_policy_lag` pushes before `policy_version` is dropped and counted. Raises PolicyError if
         too few groups come.
         """
-        limit = self.wait_seconds if wait_seconds is None else wait_seconds
-        until = time.monotonic() + limit
+        until = time.monotonic() + self.wait_seconds
         while (batch := self._call("take", num_groups, max_policy_lag, policy_version)) is None:
             if time.monotonic() > until:
                 raise PolicyError(
-                    f"waited {limit:g} s for {num_groups} groups, and the replay buffer holds {len(self)} "
+                    f"waited {self.wait_seconds:g} s for {num_groups} groups, and the replay buffer holds {len(self)} "
                     f"({self.write_count} rows were written): the collectors may have ended, or group_size or accept "
                     "may turn down what they write"
                 )
@@ -232,21 +214,14 @@ class RayReplayBuffer:
         return self._call("call", "__len__")
 
     @property
+    def write_count(self) -> int:
+        """Rows or frames written since the buffer was built."""
+        return self._call("call", "write_count")
+
+    @property
     def num_rows(self) -> int:
-        """The rows of the whole groups; of a buffer of frames the frames."""
-        return self._call("call", "num_rows") if self.holds_groups else len(self)
-
-    def take_counts(self) -> dict[str, float]:
-        """See `ReplayBuffer.take_counts`."""
-        return self._call("call", "take_counts")
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `state_dict` of the buffer."""
-        return self._call("call", "state_dict")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `load_state_dict` of the buffer."""
-        self._call("call", "load_state_dict", state)
+        """The rows of the whole groups."""
+        return self._call("call", "num_rows")
 
     def close(self) -> None:
         """End the actor and what it holds; a second call does nothing."""
@@ -261,7 +236,8 @@ class RayReplayBuffer:
 class BufferActor:
     """The actor, which holds the buffer."""
 
-    def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        cls: Any = FrameBuffer if "storage" in options else ReplayBuffer
         self.buffer = cls(**options)
 
     def call(self, name: str, *args: Any) -> Any:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 WeightSource = torch.nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
 ModelMetadata = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # dtype and shape of each weight
-MODEL_ID = "policy"  # the model that a collector samples with
 
 
 class WeightUpdater(ABC):

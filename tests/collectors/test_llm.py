@@ -150,8 +150,8 @@ def test_whole_trajectories_may_exceed_the_total_by_their_length() -> None:
 
 def test_postproc_sees_each_batch_before_it_goes_anywhere() -> None:
     buffer = ReplayBuffer()
-    collector = make(talk(), dialog_turns_per_batch=2, yield_only_last_steps=True, replay_buffer=buffer)
-    collector.set_postproc(lambda batch: batch.set("marked", torch.arange(batch.batch_size[0])))
+    mark = lambda batch: batch.set("marked", torch.arange(batch.batch_size[0]))  # noqa: E731
+    collector = make(talk(), dialog_turns_per_batch=2, yield_only_last_steps=True, replay_buffer=buffer, postproc=mark)
     collector.collect()
     assert buffer.take(2)["marked"].tolist() == [0, 1]
 

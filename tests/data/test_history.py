@@ -1,4 +1,3 @@
-import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from rlpost.data import ContentBase, History
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.model.conversion import tiny_tokenizer
-from rlpost.torchrl.batches import concat_rows, from_plain, select_rows, to_plain
+from rlpost.torchrl.batches import concat_rows, select_rows
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi"}
@@ -113,14 +112,6 @@ def test_uneven_replies_are_filled_up_with_none() -> None:
     full = prompts.extend(replies)
     assert full.role == [["user", "assistant", "assistant"], ["user", "assistant", "<none>"]]
     assert full.to_chats() == [[USER, thinking, ASSISTANT], [USER, ASSISTANT]]
-
-
-def test_parts_survive_a_checkpoint() -> None:
-    parts = [ContentBase("text", text="What?"), ContentBase("audio", data="AAAA", mime_type="audio/wav", size=3)]
-    chats = [[{"role": "user", "content": parts}], [{"role": "user", "content": [{"type": "text", "text": "a dict"}]}]]
-    batch = TensorDict({"history": History.from_chats(chats)}, batch_size=[2])
-    back = from_plain(json.loads(json.dumps(to_plain(batch))))
-    assert back["history"].to_chats() == chats
 
 
 def test_a_batch_carries_the_messages_replies_included(conversation: Callable[..., Conversation]) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from rlpost.data import LazyTensorStorage, ReplayBuffer
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.history import History
 from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.objectives.advantage import has_spread
-from rlpost.torchrl.batches import concat_rows, to_plain
+from rlpost.torchrl.batches import concat_rows
 from tests.says import Says
 
 Batch = Callable[..., TensorDict]
@@ -188,6 +190,18 @@ def test_the_batch_of_a_step_is_built_once_of_the_conversations_themselves(of_re
     assert all(one is other for one, other in zip(members, given, strict=True))
 
 
+def saved_as_json(value: Any) -> dict[str, Any]:
+    """A batch, or an entry of one, in the form of older checkpoints."""
+    if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
+        columns = {name: saved_as_json(column) for name, column in value.items()}
+        return {"size": value.batch_size[0], "values": columns}
+    if isinstance(value, History):
+        return {"values": value.to_chats()}
+    if isinstance(value, torch.Tensor):
+        return {"values": [row.tolist() for row in value.unbind(0)]}
+    return {"values": value.tolist()}
+
+
 def test_a_group_that_was_saved_as_its_batch_goes_on(conversation: Callable[..., Conversation]) -> None:
     """A checkpoint may hold groups in the layout of the batch."""
     first = conversation(3, 0, reward=0.5, reward_parts={"a": 0.5}, part_weights={"a": 1.0}, accuracy_strict=0.0)
@@ -196,14 +210,14 @@ def test_a_group_that_was_saved_as_its_batch_goes_on(conversation: Callable[...,
     first.add_completion(Completion([4, 5, 6], [-1.0, -2.0, -3.0], "92", "length", 1, [(2, 2)]))
     first.restarts, first.hinted_ids, first.truncated = [2], [1], True
     second = conversation(3, 1, reward=None, valid=False, source="b", tool_calls=2, tool_errors=1)
-    plain = to_plain(batch_from_conversations([first, second]))
+    plain = saved_as_json(batch_from_conversations([first, second]))
     state = {**GroupBuffer(2).state_dict(), "groups": [plain], "waiting": [], "transforms": []}
     buffer = GroupBuffer(2)
     buffer.load_state_dict(json.loads(json.dumps(state)))
     assert buffer.group_numbers == [3]
     again = GroupBuffer(2)
     again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-    both = [json.dumps(to_plain(each.take(1))) for each in (buffer, again)]  # as text, in which NaN equals NaN
+    both = [json.dumps(saved_as_json(each.take(1))) for each in (buffer, again)]  # as text, in which NaN equals NaN
     assert both == [json.dumps(plain)] * 2
 
 
@@ -267,7 +281,7 @@ def test_the_group_that_waited_longest_since_its_last_row_is_given_up(
 def test_groups_that_lack_rows_survive_a_checkpoint(batch: Batch) -> None:
     buffer, resumed = ReplayBuffer(group_size=2, max_waiting=2), ReplayBuffer(group_size=2, max_waiting=2)
     buffer.extend(batch(groups=3, size=1))
-    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    resumed.load_state_dict(pickle.loads(pickle.dumps(buffer.state_dict())))
     assert resumed.num_evicted == buffer.num_evicted == 1
     for each in (buffer, resumed):
         each.extend(batch(first=1, groups=2, size=1, text="the second"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Iterator
@@ -198,10 +198,10 @@ def test_a_saved_collector_goes_on_with_what_it_had_not_given(talks: AsyncCollec
     here = make_llm(talk(), dialog_turns_per_batch=6)
     assert talks.frames_per_batch == 6
     batches = [turns(talks.next())]
-    for wanted in (True, False):  # a batch that waits, saved by the way of JSON
+    for wanted in (True, False):  # a batch that waits
         with talks.pause():
             batches += [] if wanted else [turns(talks.next())]
-            state = json.loads(json.dumps(talks.state_dict()))
+            state = pickle.loads(pickle.dumps(talks.state_dict()))
         talks.next()
         assert (state["waiting"] is not None) == wanted
         talks.load_state_dict(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from rlpost.collectors import Collector
-from rlpost.envs import AsyncEnvPool
 
 
 def make(env: Any = None, policy: Any = half, **options: Any) -> Collector:
@@ -220,44 +218,3 @@ def test_shutdown_closes_the_environment_unless_told_not_to() -> None:
 def test_an_environment_is_made_here_from_what_it_takes() -> None:
     batch = make(Counting, create_env_kwargs={"size": 1, "lengths": (2,)}, frames_per_batch=4).rollout()
     assert seen(batch) == [[0, 1, 0, 1]]
-
-
-class Held(Counting):
-    """A single environment that steps when it is let."""
-
-    def __init__(self, free: threading.Event) -> None:
-        super().__init__(size=None, lengths=(2,))
-        self.free = free
-
-    def act(self, tensordict: TensorDictBase) -> TensorDict:
-        assert self.free.wait(20)
-        return super().act(tensordict)
-
-
-def test_no_environment_of_a_pool_waits_for_another() -> None:
-    held, free = threading.Event(), threading.Event()
-    free.set()
-    pool = AsyncEnvPool([lambda: Held(held), lambda: Held(free)])
-    collector = make(pool, frames_per_batch=6, max_frames_per_traj=10, track_policy_version=True)
-    batch = collector.rollout()
-    assert batch["collector", "env_index"].tolist() == [1] * 6
-    assert seen(batch) == [0, 1, 0, 1, 0, 1]
-    assert batch["next", "done"].squeeze(-1).tolist() == [False, True] * 3
-    held.set()
-    following = [collector.rollout() for _ in range(20)]
-    while 0 not in following[-1]["collector", "env_index"]:  # whose thread may be slow to wake
-        following.append(collector.rollout())
-    places = torch.cat([b["collector", "env_index"] for b in following])
-    assert set(places.tolist()) == {0, 1}
-    numbers = torch.cat([b["collector", "traj_ids"] for b in (batch, *following)])
-    frames = numbers.bincount().tolist()
-    assert max(frames) == 2  # each trajectory that has ended has two
-    assert sum(count < 2 for count in frames) <= 2  # one under way in each environment
-    assert collector.set_seed(4, static_seed=True) == 4
-    assert {float(o) for o in collector.rollout()["observation"]} == {40.0, 41.0}
-    assert collector.set_seed(4) == 5
-    assert pool.envs[0].first != pool.envs[1].first
-    collector.shutdown()
-    assert [env.closed for env in pool.envs] == [1, 1]
-    together = make(AsyncEnvPool([lambda: Held(free)] * 2), async_envs=False, frames_per_batch=4)
-    assert together.rollout().batch_size == (2, 2)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import pickle
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,6 @@ from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.ragged import ragged, strings
 from rlpost.objectives import MCAdvantage
 from rlpost.torchrl.batches import concat_rows
-from rlpost.torchrl.buffer_transforms import Bounds, balanced, first, uniform
 
 
 def finished(group: int, sample: int, reward: float, valid: bool = True) -> Conversation:
@@ -66,7 +65,7 @@ def rewards(batch: TensorDictBase) -> list[float]:
 
 
 def after_a_checkpoint(transform: MCAdvantage, resumed: MCAdvantage) -> MCAdvantage:
-    resumed.load_state_dict(json.loads(json.dumps(transform.state_dict())))
+    resumed.load_state_dict(pickle.loads(pickle.dumps(transform.state_dict())))
     return resumed
 
 
@@ -346,29 +345,6 @@ def test_groups_that_never_complete_are_given_up_and_counted(caplog: pytest.LogC
     assert fed(transform, 0.0, prompt="a") is None
 
 
-# Which trajectories make a group, where there are more than it holds
-
-
-@pytest.mark.parametrize(
-    ("selector", "returns", "size", "bounds", "chosen"),
-    [
-        (first, [5.0, 1.0, 3.0], 2, None, [0, 1]),
-        (uniform, [0.9, 0.0, 0.5, 0.1, 1.0], 3, None, [1, 2, 4]),  # 0, 0.5 and 1
-        (balanced, [0.4, 0.6, 0.0, 1.0], 2, (0.0, 1.0), [2, 3]),  # as near the middle as {0.4, 0.6}, and wider
-        (balanced, [0.0, 0.0, 0.0, 1.0], 2, (0.0, 1.0), [0, 3]),
-        (balanced, [3.0, 0.0, 7.0], 2, (4.0, 6.0), [0, 2]),
-        (balanced, [0.0, 0.1, 0.2, 10.0], 2, None, [0, 3]),  # without bounds, the middle of the extremes
-    ],
-)
-def test_selectors(selector: object, returns: list[float], size: int, bounds: Bounds | None, chosen: object) -> None:
-    assert list(selector([], torch.tensor(returns), size, bounds)) == chosen  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("ones", [1, 2, 3])
-def test_many_candidates_are_climbed_to_the_best_mean(ones: int) -> None:
-    returns = [1.0] * ones + [0.0] * (30 - ones)  # of which 593,775 groups of 6 can be made
-    random.Random(ones).shuffle(returns)
-    found = balanced([], torch.tensor(returns), 6, (0.0, 1.0))
-    assert found is not None
-    assert len(set(found)) == 6
-    assert sum(returns[i] for i in found) == ones  # three would be in the middle
+def test_candidates_are_chosen_from_the_lowest_to_the_highest_return() -> None:
+    transform = MCAdvantage(3, trajectory_return="sum", candidate_group_size=5, candidate_selection_min_size=5)
+    assert fed(transform, 0.9, 0.0, 0.5, 0.1, 1.0) == [0.0, 0.5, 1.0]

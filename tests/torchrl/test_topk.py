@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Callable
 from math import nan
 
@@ -116,7 +116,7 @@ def test_what_waits_is_saved_and_taken_up_again(group: Callable[..., TensorDict]
     saved = TopKRewardSelector(3, 2)
     assert saved(select_rows(rows, [0, 1])) is None
     resumed = TopKRewardSelector(3, 2)
-    resumed.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    resumed.load_state_dict(pickle.loads(pickle.dumps(saved.state_dict())))
     assert rewards_of(resumed(select_rows(rows, [2]))) == [2.0]
     assert resumed.num_incomplete == 0
 

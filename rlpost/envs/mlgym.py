@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,10 +30,9 @@ _BASELINE, _EVALUATION = (re.compile(_SCORE.format(name)) for name in ("Baseline
 
 
 class MLGymWrapper(TextGameEnv):
-    """Conversations with an environment of MLGym's interface.
+    """Conversations with environments of MLGym's interface, each made by `make`.
 
     That is `reset(seed=)` -> (observation, info) and `step(command)` -> (observation, reward, done, info).
-    `env` is such an object, which one conversation at a time plays, or a callable that makes one for each.
     A move is what stands in the reply's last block of three backticks; a reply without one earns
     `reward_wrong_format` and runs nothing. A move whose output tells both scores earns the evaluation's minus
     the baseline's, on top of what the step itself rewards. Other arguments are `TextGameEnv`'s, with the values below
@@ -43,7 +41,7 @@ class MLGymWrapper(TextGameEnv):
 
     keeps_begun = True  # a container that was made for the first observation is played
 
-    def __init__(self, env: Any, *, reward_wrong_format: float | None = None, **game: Any) -> None:
+    def __init__(self, make: Callable[[], Any], *, reward_wrong_format: float | None = None, **game: Any) -> None:
         own = {
             "name": "MLGym",
             "system_prompt": SYSTEM_PROMPT,
@@ -53,7 +51,7 @@ class MLGymWrapper(TextGameEnv):
             "replays": False,
         }
         super().__init__(
-            partial(_Player, env, threading.Lock()) if hasattr(env, "step") and not isinstance(env, type) else env,
+            make,
             show=_shown,
             parse=_command,
             earned=score_above_baseline,
@@ -144,52 +142,26 @@ def _made(task: str, max_steps: int, device: str, container_type: str) -> Any:
     return gymnasium.make(f"mlgym/{arguments.task.id}", devices=[device]).unwrapped  # its step gives four values
 
 
-class _Played:
-    """A game that passes its moves on to `env`, an environment of MLGym."""
+class _OneOf:
+    """An environment of one of several tasks, the one that the seed of `reset` falls on."""
 
     env: Any = None
+
+    def __init__(self, makers: Sequence[Callable[[], Any]]) -> None:
+        self._makers = makers
 
     @property
     def task_args(self) -> Any:
         """The description of the task."""
         return getattr(self.env, "task_args", None)
 
-    def step(self, action: str) -> Any:
-        return self.env.step(action)
-
-
-class _OneOf(_Played):
-    """An environment of one of several tasks, the one that the seed of `reset` falls on."""
-
-    def __init__(self, makers: Sequence[Callable[[], Any]]) -> None:
-        self._makers = makers
-
     def reset(self, *, seed: int) -> Any:
         self.env = self._makers[seed % len(self._makers)]()
         return self.env.reset(seed=seed)
 
+    def step(self, action: str) -> Any:
+        return self.env.step(action)
+
     def close(self) -> None:
         if self.env is not None:
             self.env.close()
-
-
-class _Player(_Played):
-    """The turn of one conversation with an environment that others share; `lock` is held from its start to its end."""
-
-    def __init__(self, env: Any, lock: threading.Lock) -> None:
-        self.env, self._lock = env, lock
-        self._holds = False
-
-    def reset(self, *, seed: int) -> Any:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "one environment is played by one conversation at a time: give a callable that makes one"
-            )
-        self._holds = True
-        return self.env.reset(seed=seed)
-
-    def close(self) -> None:
-        """The environment itself stays, for the next conversation."""
-        if self._holds:
-            self._holds = False
-            self._lock.release()

@@ -8,8 +8,7 @@ import pytest
 
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import MLGymWrapper, make_mlgym
-from rlpost.torchrl import mlgym_env
-from rlpost.torchrl.mlgym_env import score_above_baseline
+from rlpost.envs.mlgym import score_above_baseline
 
 BASELINE = 0.25
 TASK = "Find the slope that fits the points (1, 3) and (2, 6)."
@@ -23,12 +22,9 @@ class Fitting:
 
     def __init__(self) -> None:
         self.task_args = SimpleNamespace(description=TASK)
-        self.resets: list[int] = []
-        self.closed = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, None], dict[str, Any]]:
         assert seed is not None
-        self.resets.append(seed)
         self.slope = 0.0
         return {"observation": None}, {}
 
@@ -48,7 +44,7 @@ class Fitting:
         return f"{verb}: command not found", 0, False, {}
 
     def close(self) -> None:
-        self.closed += 1
+        """Nothing is held."""
 
 
 def say(env: MLGymWrapper, conversations: Sequence[Conversation], *replies: str) -> None:
@@ -108,28 +104,6 @@ def test_a_reply_without_a_block_runs_nothing() -> None:
     assert (conversation.reward, conversation.reward_parts["invalid_actions"]) == (-1.0, 2.0)
 
 
-def test_one_object_is_played_by_one_conversation_after_another() -> None:
-    fitting = Fitting()
-    env = MLGymWrapper(fitting)
-    for _ in range(2):
-        conversation = env.draw()[0]
-        say(env, [conversation], block("show"))
-        assert conversation.messages[-1]["content"] == "slope = 0"
-        say(env, [conversation], block("set 3"))
-        say(env, [conversation], block("submit"))
-        assert conversation.valid
-    env.close()
-    assert len(fitting.resets) == len(set(fitting.resets)) == 2  # each start begun once
-    assert fitting.closed == 0
-
-
-def test_one_object_is_not_played_by_two_conversations_at_once() -> None:
-    env = MLGymWrapper(Fitting(), num_envs=1, repeats=2, group_repeats=True)
-    conversations = env.draw()
-    say(env, conversations, block("show"), block("show"))
-    assert [c.valid for c in conversations].count(False) == 1
-
-
 def test_several_tasks_are_chosen_from_by_the_seed_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: dict[str, Any] = {}
 
@@ -144,7 +118,7 @@ def test_several_tasks_are_chosen_from_by_the_seed_of_the_start(monkeypatch: pyt
         fitting.task_args = SimpleNamespace(description=f"This is {name.removeprefix('mlgym/')}.")
         return SimpleNamespace(unwrapped=fitting)
 
-    mlgym = {
+    modules = {
         "gymnasium": SimpleNamespace(registry=registered, make=make),
         "mlgym": SimpleNamespace(CONFIG_DIR="mlgym/configs"),
         "mlgym.environment": SimpleNamespace(),
@@ -153,9 +127,9 @@ def test_several_tasks_are_chosen_from_by_the_seed_of_the_start(monkeypatch: pyt
             register_task=lambda made: registered.setdefault(f"mlgym/{made.task.id}", made)
         ),
     }
-    for name, module in mlgym.items():
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(mlgym_env, "require_mlgym", lambda: None)
+    monkeypatch.setattr("rlpost.envs.mlgym.require_mlgym", lambda: None)
     env = make_mlgym(tasks=["one", "two"], max_steps=4, container_type="podman", num_envs=20)
     conversations = env.draw()
     told = ["This is one.", "This is two."]
