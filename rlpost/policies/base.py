@@ -239,7 +239,7 @@ class Policy(ABC):
 class CategoricalSequential(ABC):
     """Mixed into a policy whose logits are known: gives its distributions over tokens.
 
-    It reads the sequences of a TensorDict as `policy(tensordict)` with `generate=False`
+    Each method reads the sequences of a TensorDict as `policy(tensordict)` with `generate=False`
     does, `("tokens", "full")` if it is there, and pads them on the right: T is the longest. The
     distribution at position t is the one that the token at t was drawn from, given those before it,
     at the sampling temperature; position 0, which nothing predicts, is never in the mask. Logits of
@@ -258,7 +258,23 @@ class CategoricalSequential(ABC):
         `("masks", "all_assistant_mask")` or the messages mark them; otherwise they are whatever follows
         `("tokens", "prompt")`.
         """
-        return self.face.dist(self, tensordict)
+        return self.face.dist(self, tensordict, "own")
+
+    def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """The distribution of every token after `("tokens", "prompt")`."""
+        return self.face.dist(self, tensordict, "prompt")
+
+    def get_dist_with_assistant_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """The distribution of the assistant's tokens. Raises DataError if the batch does not mark them."""
+        return self.face.dist(self, tensordict, "assistant")
+
+    def get_dist_with_attention_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """The distribution of every token but the first, which nothing predicts."""
+        return self.face.dist(self, tensordict, "attention")
+
+    def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
+        """The distribution of the tokens where `mask`, ragged or (B, T), is True."""
+        return self.face.dist(self, tensordict, mask)
 
     def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
         """(B, T) log π of the tokens, 0 outside the mask of `get_dist`."""

@@ -42,6 +42,7 @@ from rlpost.data.ragged import (
     padded,
     padding_id,
     ragged,
+    ragged_rows,
     strings,
     token_fields,
     versions,
@@ -143,17 +144,27 @@ class Face:
         """See `Policy.__call__`."""
         return _answer(policy, tensordict) if self.generate else _score(policy, tensordict)
 
-    def dist(self, policy: Any, tensordict: TensorDictBase) -> MaskedCategorical:
-        """See `CategoricalSequential.get_dist`."""
+    def dist(self, policy: Any, tensordict: TensorDictBase, counted: Counted) -> MaskedCategorical:
+        """See `CategoricalSequential`; `counted` says which tokens are."""
         reader = Reader(policy, tensordict)
         ids, sampled = reader.sequences()
+        if isinstance(counted, str) and counted == "own":
+            has_prompt = ("tokens", "prompt") in reader.keys
+            counted = "assistant" if sampled is not None else "prompt" if has_prompt else "attention"
         sequences = Sequences.of_rows([torch.tensor(row) for row in ids])
         counts = sequences.attention.clone()
-        if sampled is not None:
-            counts = padded([torch.tensor(row) for row in sampled])
-        elif ("tokens", "prompt") in reader.keys:
+        if isinstance(counted, torch.Tensor):
+            counts &= counted if not counted.is_nested else padded(ragged_rows(counted))
+        elif counted == "prompt":
             for row, prompt in zip(counts, reader.ids(("tokens", "prompt")), strict=True):
                 row[: len(prompt)] = False
+        elif counted == "assistant":
+            if sampled is None:
+                raise DataError(
+                    "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
+                    "with input_mode='history'"
+                )
+            counts = padded([torch.tensor(row) for row in sampled])
         counts[:, 0] = False
         check_whole(policy.sampling)
         logits = policy.token_logits(sequences.ids, sequences.attention) / (policy.sampling.temperature or 1.0)
@@ -483,3 +494,6 @@ class MaskedCategorical(Categorical):
     def entropy(self) -> torch.Tensor:
         """(B, T), in nats."""
         return super().entropy().masked_fill(~self.mask, 0.0)
+
+
+Counted = Literal["own", "prompt", "assistant", "attention"] | torch.Tensor

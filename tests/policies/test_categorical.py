@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rlpost.data import History
 from rlpost.data.ragged import ragged
+from rlpost.errors import DataError
 from rlpost.model.load import load_model
 from rlpost.policies import CategoricalSequential, TransformersWrapper
 
@@ -46,9 +47,7 @@ def by_hand(model: PreTrainedModel, temperature: float) -> list[torch.Tensor]:
 def test_a_distribution_is_the_one_a_token_was_drawn_from(model: PreTrainedModel, temperature: float) -> None:
     sampler = policy(model, temperature=temperature)
     assert isinstance(sampler, CategoricalSequential)
-    data = sequences()
-    del data["tokens", "prompt"]
-    dist = sampler.get_dist(data)
+    dist = sampler.get_dist_with_attention_mask(sequences())
     assert dist.mask.tolist() == [[False, True, True, True, True], [False, True, True, False, False]]
     for row, expected in enumerate(by_hand(model, temperature)):
         torch.testing.assert_close(dist.logits[row, 1 : len(ROWS[row])], expected, atol=1e-5, rtol=0)
@@ -60,11 +59,18 @@ def test_a_distribution_is_the_one_a_token_was_drawn_from(model: PreTrainedModel
 def test_masks_choose_which_tokens_count(model: PreTrainedModel) -> None:
     reading, data = policy(model), sequences()
     by_prompt = [[False, False, True, True, True], [False, True, True, False, False]]
+    assert reading.get_dist_with_prompt_mask(data).mask.tolist() == by_prompt
     assert reading.get_dist(data).mask.tolist() == by_prompt
     assistant = [[False, False, True, False, True], [False, False, True]]
     data["masks"] = TensorDict({"all_assistant_mask": ragged([torch.tensor(row) for row in assistant])}, batch_size=[2])
     padded = [assistant[0], [*assistant[1], False, False]]
+    assert reading.get_dist_with_assistant_mask(data).mask.tolist() == padded
     assert reading.get_dist(data).mask.tolist() == padded
+    custom = torch.tensor([[True, True, False, False, False], [True, False, True, True, True]])
+    assert reading.get_dist_with_custom_mask(data, custom).mask.tolist() == [
+        [False, True, False, False, False],  # nothing predicts the first
+        [False, False, True, False, False],  # and behind the row there is nothing
+    ]
 
 
 def test_messages_say_themselves_what_the_assistant_said(model: PreTrainedModel) -> None:
@@ -85,3 +91,8 @@ def test_log_prob_of_the_counted_tokens_carries_a_gradient(model: PreTrainedMode
     log_probs.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.zero_grad(set_to_none=True)
+
+
+def test_masks_that_cannot_be_are_named(model: PreTrainedModel) -> None:
+    with pytest.raises(DataError, match="assistant"):
+        policy(model).get_dist_with_assistant_mask(sequences())

@@ -14,6 +14,7 @@ from rlpost import imports
 from rlpost.collectors import RayCollector, RayLLMCollector
 from rlpost.data import RayReplayBuffer
 from rlpost.errors import MissingExtraError
+from rlpost.policies import make_vllm_worker
 from rlpost.torchrl.remote_collector import worker_env
 from tests.collectors.here import Here
 from tests.collectors.talk import scripted, talk
@@ -52,6 +53,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(imports, "is_installed", lambda package: package != "ray")
     for start in (
         lambda: RayCollector(Counting, frames_per_batch=8),
+        lambda: make_vllm_worker("", make_ray_worker=True),
         RayReplayBuffer,
     ):
         with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):

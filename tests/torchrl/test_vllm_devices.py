@@ -11,7 +11,7 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.imports import is_installed
-from rlpost.policies import LLMOnDevice, make_vllm_worker, vLLMWrapper
+from rlpost.policies import LLMOnDevice, vLLMWrapper
 from rlpost.policies.vllm_engine import OwnProcessEngine
 from rlpost.torchrl.vllm_devices import cuda_visible
 
@@ -42,8 +42,6 @@ def test_the_engines_process_sees_its_own_gpus_alone(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
     with pytest.raises(ConfigError, match="GPU 2"):
         cuda_visible([0, 2])
-    with pytest.raises(ConfigError, match="RayLLMCollector"):
-        make_vllm_worker(tiny_folder, make_ray_worker=True)
 
 
 def test_a_policy_takes_a_folder_or_an_engine() -> None:
