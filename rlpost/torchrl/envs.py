@@ -323,8 +323,6 @@ class LLMHashingEnv(TensorDictEnv):
     is written too. Raises TypeError where there is neither.
     """
 
-    observation_keys = ("observation", "hashing")
-
     def __init__(
         self,
         vocab_size: int | None = None,
@@ -332,11 +330,18 @@ class LLMHashingEnv(TensorDictEnv):
         tokenizer: Any = None,
         batch_size: int | Sequence[int] = (1,),
         seed: int = 0,
+        observation_key: str = "observation",
+        hashing_key: str = "hashing",
+        action_key: str = "action",
+        text_key: str = "text",
     ) -> None:
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
         self.batch_size = one_dimension(batch_size)
         self.tokenizer = tokenizer
         self.action_spec = Categorical(self.vocab_size)
+        self.text_key = text_key
+        self.observation_keys, self.action_keys = (observation_key, hashing_key), (action_key,)
+        self.transforms: list[Transform] = []
         self._key = seed.to_bytes(_BYTES, "big", signed=True)
 
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -346,10 +351,10 @@ class LLMHashingEnv(TensorDictEnv):
         is a tokenizer, and `done`, `terminated` and `truncated` (B, 1), False. B is the rows given, else `batch_size`.
         """
         rows = [[]] * self.batch_size[0]
-        if tensordict is not None and "observation" in tensordict:
-            rows = [row.tolist() for row in column(tensordict, "observation")]
-        elif tensordict is not None and "text" in tensordict:
-            texts = column(tensordict, "text")
+        if tensordict is not None and self.observation_keys[0] in tensordict:
+            rows = [row.tolist() for row in column(tensordict, self.observation_keys[0])]
+        elif tensordict is not None and self.text_key in tensordict:
+            texts = column(tensordict, self.text_key)
             rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         return self._observed(rows, [self.hash_of(row) for row in rows])
 
@@ -360,9 +365,20 @@ class LLMHashingEnv(TensorDictEnv):
     def act(self, tensordict: TensorDictBase) -> TensorDictBase:
         """See `TensorDictEnv.act`: `action`, an id a row, (B,) or (B, 1), is appended."""
         ids, hashes = (column(tensordict, key) for key in self.observation_keys)
-        tokens = tensordict["action"].flatten().tolist()
+        tokens = tensordict.get(self.action_keys[0]).flatten().tolist()
         rows = [[*row.tolist(), token] for row, token in zip(ids, tokens, strict=True)]
         return self._observed(rows, [self._chained(int(h), token) for h, token in zip(hashes, tokens, strict=True)])
+
+    def append_transform(self, transform: Transform) -> Self:
+        """Let `transform` change what `reset` and `step` show, after those there are; returns this environment."""
+        transform.start()
+        self.transforms.append(transform)
+        return self
+
+    def close(self) -> None:
+        """Release what transforms hold; a second call does nothing."""
+        for transform in self.transforms:
+            transform.close()
 
     def hash_of(self, ids: Sequence[int]) -> int:
         """The hash of a whole sequence: what `reset` and the steps of its ids give; signed, of 64 bits."""
@@ -375,12 +391,14 @@ class LLMHashingEnv(TensorDictEnv):
 
     def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDictBase:
         shown: Any = TensorDict(batch_size=[len(rows)])
-        shown.set("observation", ragged([torch.tensor(row, dtype=torch.int64) for row in rows]))
-        shown.set("hashing", torch.tensor(hashes, dtype=torch.int64).unsqueeze(-1))
+        shown.set(self.observation_keys[0], ragged([torch.tensor(row, dtype=torch.int64) for row in rows]))
+        shown.set(self.observation_keys[1], torch.tensor(hashes, dtype=torch.int64).unsqueeze(-1))
         for name in ("done", "terminated", "truncated"):
             shown.set(name, torch.zeros(len(rows), 1, dtype=torch.bool))
         if self.tokenizer is not None:
-            shown.set("text", strings([self.tokenizer.decode(row) for row in rows]))
+            shown.set(self.text_key, strings([self.tokenizer.decode(row) for row in rows]))
+        for transform in self.transforms:
+            shown = transform(shown)
         return shown
 
 

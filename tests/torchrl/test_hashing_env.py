@@ -7,6 +7,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.collectors import Collector
 from rlpost.data.ragged import strings
 from rlpost.envs import LLMHashingEnv
+from rlpost.envs.transforms import Transform
 
 
 def act(shown: TensorDictBase, tokens: list[int]) -> TensorDictBase:
@@ -42,13 +43,23 @@ def test_texts_come_with_a_tokenizer(tiny_tokenizer: Any) -> None:
 
 
 def test_it_is_an_environment_like_any_other_to_a_collector() -> None:
-    env = LLMHashingEnv(5, batch_size=2)
+    class Count(Transform):
+        closed = 0
+
+        def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+            return tensordict.set("length", torch.tensor([len(row) for row in tensordict["observation"].unbind()]))
+
+        def close(self) -> None:
+            self.closed += 1
+
+    env = LLMHashingEnv(5, batch_size=2).append_transform(count := Count())
     torch.manual_seed(0)
     with Collector(lambda: env, frames_per_batch=6, total_frames=12) as collector:
         assert collector.set_seed(3) == 4
         first, second = (batch for batch in collector if batch is not None)
     assert first.batch_size == (2, 3)
-    assert [len(first[0, t]["next", "observation"]) for t in range(3)] == [1, 2, 3]
-    assert len(second[1, 2]["next", "observation"]) == 6  # it goes on in the next batch
+    assert [first[0, t]["next", "length"].item() for t in range(3)] == [1, 2, 3]
+    assert second[1, 2]["next", "length"].item() == 6  # it goes on in the next batch
     ids = [first[1, t]["action"].item() for t in range(3)]
     assert first[1, 2]["next", "hashing"].item() == env.hash_of(ids)
+    assert count.closed == 1

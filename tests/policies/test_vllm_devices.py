@@ -12,8 +12,8 @@ import torch
 from rlpost.errors import ConfigError
 from rlpost.imports import is_installed
 from rlpost.policies import LLMOnDevice, vLLMWrapper
+from rlpost.policies.vllm_devices import cuda_visible
 from rlpost.policies.vllm_engine import OwnProcessEngine
-from rlpost.torchrl.vllm_devices import cuda_visible
 
 needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
 
