@@ -48,7 +48,7 @@ def located_rows(
     prepare: Callable[[Row], Row] = dict,
     held_out: float = HELD_OUT,
     test_path: str | None = None,
-    tolerant: bool = False,
+    max_bad_share: float | None = None,
     shared_as: str | None = None,
 ) -> LocatedRows:
     """The first `limit` rows (None: all) of a split, each as `prepare` makes it of one that `reader` can read.
@@ -62,8 +62,8 @@ def located_rows(
     which names everything that `reader` and `prepare` depend on, is given both times; the rows then have the first
     `reader`.
 
-    Raises DataError with the file, row (from 1) and field of every bad row; `tolerant` leaves them in `bad`, those of
-    a file of both splits in that of `train`.
+    Raises DataError with the file, row (from 1) and field of every bad row; if they are at most `max_bad_share` of
+    the rows, they are left in `bad`, those of a file of both splits in that of `train`.
     """
     sources = sources_of(dataset, split, config, test_path)
     name = sources[0].name if len(sources) == 1 else f"{len(sources)} files"
@@ -80,8 +80,8 @@ def located_rows(
         _latest.clear()
         if key is not None:
             _latest[key] = rows
-    if rows.bad.found and not tolerant:
-        raise rows.bad.error(name)
+    if rows.bad.share > (max_bad_share or 0.0):
+        raise rows.bad.error(name, max_bad_share)
     if not rows.bad.total and is_path(dataset):
         raise DataError(f"{name} holds no rows: {INSTEAD}, one JSON object a line")
     if not divided:
@@ -89,7 +89,10 @@ def located_rows(
     is_test = hashes_held_out(rows.hashes, held_out)
     chosen = [number for number, test in enumerate(is_test) if test == (split == "test")]
     if not chosen and is_test:
-        raise leaves_none(name, held_out, len(set(rows.hashes)), split)
+        prompts = counted(len(set(rows.hashes)), "different prompt")
+        raise DataError(
+            f"{name}: env.held_out={held_out:g} of its {prompts} leaves none for {split}: change it, or {INSTEAD}"
+        )
     part = rows.only(chosen[:limit])
     if split == "test":
         part.bad = BadRows()
@@ -221,14 +224,6 @@ def good_rows(source: Source, reader: Reader, bad: BadRows, most: int | None = N
 # What is held out
 
 
-def leaves_none(name: str, share: float, prompts: int, split: str) -> DataError:
-    """The error about a share held out that leaves a split without rows."""
-    return DataError(
-        f"{name}: env.held_out={share:g} of its {counted(prompts, 'different prompt')} leaves none for {split}: change "
-        f"it, or {INSTEAD}"
-    )
-
-
 class _Enough:
     """Whether no later row can change which are the first `limit` of a divided split.
 
@@ -254,16 +249,12 @@ class _Enough:
 
 @dataclass(frozen=True)
 class Source:
-    """Numbered rows and their name in messages; `shared` if they hold both splits, train and test.
-
-    `partial` if only the first row of a too large file is among them.
-    """
+    """Numbered rows and their name in messages; `shared` if they hold both splits, train and test."""
 
     name: str
     numbered: Iterable[tuple[int, Any]]
     shared: bool
-    is_file: bool = False
-    partial: bool = False
+    size: int = 0  # bytes of the file
     age: tuple[Any, ...] = ()  # changes when the file is written again
 
 
@@ -286,11 +277,10 @@ def sources_of(dataset: Dataset, split: str, config: str | None, test_path: str 
     return sources
 
 
-def local_sources(path: str, split: str, key: str, most_bytes: int | None = None) -> list[Source]:
+def local_sources(path: str, split: str, key: str) -> list[Source]:
     """The rows of a file or folder on this machine; none if `path` can only be a hub id.
 
-    Of a file larger than `most_bytes` only the first row is given. Raises DataError, naming `key`, for a path
-    without rows.
+    Raises DataError, naming `key`, for a path without rows.
     """
     local = expanded(path)
     if local.is_dir():
@@ -303,25 +293,23 @@ def local_sources(path: str, split: str, key: str, most_bytes: int | None = None
                 f"{key}={path} has no {split}.jsonl (nor .json, .csv, .parquet): {_instead_of(local, path, key)}"
             )
         shared = split in ("train", "test") and not named
-        return [_read(file, shared, most_bytes) for file in files]
+        return [_source_of(file, shared) for file in files]
     if local.is_file():
         if local.suffix not in READERS:
             what = "unpack it with gunzip" if local.suffix == ".gz" else "convert it"
             raise DataError(f"{key}={local} is not a {', '.join(READERS)} file: {what}, or {INSTEAD}")
         if split not in ("train", "test"):
             raise DataError(f"{key}={local} is one file, which has train and test: env.split={split} needs a folder")
-        return [_read(local, True, most_bytes, is_file=True)]
+        return [_source_of(local, True)]
     if not _HUB_ID.fullmatch(path) or local.suffix in READERS or path.startswith("."):
         raise DataError(f"{key}={path} does not exist: {INSTEAD}")
     return []
 
 
-def _read(file: Path, shared: bool, most_bytes: int | None, *, is_file: bool = False) -> Source:
-    rows = READERS[file.suffix](file)
-    partial = most_bytes is not None and file.stat().st_size > most_bytes
+def _source_of(file: Path, shared: bool) -> Source:
     found = file.stat()
     age = (str(file), found.st_size, found.st_mtime_ns)
-    return Source(str(file), islice(rows, 1) if partial else rows, shared, is_file, partial, age)
+    return Source(str(file), READERS[file.suffix](file), shared, found.st_size, age)
 
 
 def _split_files(folder: Path, split: str, key: str) -> list[Path]:

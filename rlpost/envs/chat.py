@@ -391,7 +391,7 @@ class DatasetChatEnv(ChatEnv):
         reader: Reader | None = None,
         prepare: Callable[[Row], Row] = dict,
         *,
-        tolerant: bool = False,
+        max_bad_share: float | None = None,
     ) -> LocatedRows:
         """The rows of one split with their places, as `located_rows` reads and divides them.
 
@@ -409,9 +409,9 @@ class DatasetChatEnv(ChatEnv):
             prepare=prepare,
             held_out=self.held_out,
             test_path=self.test_path,
-            tolerant=tolerant,
+            max_bad_share=max_bad_share,
             shared_as=f"{type(self).__module__}.{type(self).__qualname__}({self.reads}) "
-            f"{getattr(reader, 'wanted', '')} {tolerant}",
+            f"{getattr(reader, 'wanted', '')} {max_bad_share}",
         )
 
     @property

@@ -156,7 +156,7 @@ class DatasetEnv(DatasetChatEnv):
     def _shown(self, wanted: Wanted) -> ShownRows:
         """The rows of this split that are learned from as they are."""
         reader = RowReader(self.settings, wanted, user_role=self.user_role, system_role=self.system_role)
-        rows = self.located(self.split, reader, tolerant=True)
+        rows = self.located(self.split, reader, max_bad_share=1.0)
         assert isinstance(rows.reader, RowReader)
         return ShownRows(rows, rows.reader.read, not_used(rows.reader.unused))
 

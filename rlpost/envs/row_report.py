@@ -39,7 +39,7 @@ def report_rows(settings: OwnRowsSettings, tokenizer: Any) -> RowReport:
                 config=settings.config,
                 held_out=settings.held_out,
                 test_path=settings.test_path,
-                tolerant=True,
+                max_bad_share=1.0,
                 shared_as=repr(settings),
             )
         except DataError:
