@@ -20,7 +20,7 @@ from typing import Any
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.faults import BadRows, FormatError
 from rlpost.data.order import HASHES, HELD_OUT, Digests, digests_of, hash_of, hashes_held_out
-from rlpost.data.rows import READERS, PackedRows, Row, Rows, Unreadable, without_nulls
+from rlpost.data.rows import READERS, PackedRows, Row, without_nulls
 from rlpost.errors import DataError
 from rlpost.files import expanded, paths_in
 from rlpost.text import counted
@@ -73,17 +73,15 @@ def located_rows(
     rows = _latest.get(key)
     if rows is None:
         rows = LocatedRows(reader, packed=is_path(dataset))
-        if divided:
-            rows.read(sources, prepare, enough=None if limit is None else _Enough(limit, held_out, split))
-        else:
-            rows.read(sources, prepare, most=limit)
+        share = held_out if divided else 0.0
+        rows.read(sources, prepare, None if limit is None else _Enough(limit, share, divided and split == "test"))
         _latest.clear()
         if key is not None:
             _latest[key] = rows
     if rows.bad.share > (max_bad_share or 0.0):
         raise rows.bad.error(name, max_bad_share)
     if not rows.bad.total and is_path(dataset):
-        raise DataError(f"{name} holds no rows: {INSTEAD}, one JSON object a line")
+        raise DataError(f"{name} holds no rows: give a file with one JSON object a line")
     if not divided:
         return rows
     is_test = hashes_held_out(rows.hashes, held_out)
@@ -102,7 +100,7 @@ def located_rows(
 _latest: dict[Any, LocatedRows] = {}  # the last file of both splits
 
 
-class LocatedRows(Rows):
+class LocatedRows(Sequence[Row]):
     """Rows with their places: each row a new dict, each place like "train.jsonl, row 3"; and the bad ones.
 
     A row's number counts from 1; in a .jsonl or .csv file it is the row's line.
@@ -121,14 +119,12 @@ class LocatedRows(Rows):
         self,
         sources: Sequence[Source],
         prepare: Callable[[Row], Row],
-        most: int | None = None,
         enough: Callable[[int], bool] | None = None,
     ) -> None:
-        """Add the good ones of the first `most` rows; ends as soon as `enough` is true of a prompt's hash."""
+        """Add the good rows; ends as soon as `enough` is true of a prompt's hash."""
         for source in sources:
             self.files.append((len(self.numbers), source.name))
-            left = None if most is None else most - self.bad.total
-            for number, row, prompt in good_rows(source, self.reader, self.bad, left):
+            for number, row, prompt in good_rows(source, self.reader, self.bad):
                 try:
                     self.rows.append(prepare(row))
                 except FormatError as error:
@@ -142,9 +138,11 @@ class LocatedRows(Rows):
     def __len__(self) -> int:
         return len(self.numbers) if self.chosen is None else len(self.chosen)
 
-    def at(self, number: int) -> Row:
-        """See `Rows.at`."""
-        return self.rows[self._place(number)]
+    def __getitem__(self, number: Any) -> Any:
+        """The row `number`, from 0; of a slice a list of them."""
+        if isinstance(number, slice):
+            return [self[each] for each in range(len(self))[number]]
+        return self.rows[self._place(range(len(self))[number])]
 
     def where(self, number: int) -> str:
         """The place of the row `number`."""
@@ -212,8 +210,8 @@ def good_rows(source: Source, reader: Reader, bad: BadRows, most: int | None = N
     for number, row in islice(source.numbered, most):
         bad.total += 1
         try:
-            if isinstance(row, Unreadable):
-                raise FormatError("", row.wrong)
+            if isinstance(row, FormatError):
+                raise row
             prompt = reader(row)
         except FormatError as error:
             bad.add(f"{source.name}, row {number}", str(error))
@@ -225,13 +223,13 @@ def good_rows(source: Source, reader: Reader, bad: BadRows, most: int | None = N
 
 
 class _Enough:
-    """Whether no later row can change which are the first `limit` of a divided split.
+    """Whether no later row can change which are the first `limit`, of the rows held out or of the others.
 
     A row changes sides only if all prompts would be on one side: see `hashes_held_out`.
     """
 
-    def __init__(self, limit: int, share: float, split: str) -> None:
-        self.limit, self.share, self.split = limit, share, split
+    def __init__(self, limit: int, share: float, of_held_out: bool) -> None:
+        self.limit, self.share, self.of_held_out = limit, share, of_held_out
         self.below = self.above = 0
 
     def __call__(self, prompt: int) -> bool:
@@ -241,7 +239,7 @@ class _Enough:
         else:
             self.above += 1
         one_sided = 0 < self.share < 1 and not (self.below and self.above)
-        return not one_sided and (self.below if self.split == "test" else self.above) >= self.limit
+        return not one_sided and (self.below if self.of_held_out else self.above) >= self.limit
 
 
 # Where rows come from
