@@ -181,6 +181,12 @@ class PackedRows(Sequence[Row]):
         """The row `number`, from 0."""
         return json.loads(self._rows[number])
 
+    def only(self, numbers: Sequence[int]) -> PackedRows:
+        """The rows with these numbers."""
+        part = PackedRows()
+        part._rows = [self._rows[number] for number in numbers]
+        return part
+
     @property
     def digests(self) -> Digests:
         """One number a row, equal for equal rows."""

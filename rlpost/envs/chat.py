@@ -410,14 +410,7 @@ class DatasetChatEnv(ChatEnv):
             held_out=self.held_out,
             test_path=self.test_path,
             max_bad_share=max_bad_share,
-            shared_as=f"{type(self).__module__}.{type(self).__qualname__}({self.reads}) "
-            f"{getattr(reader, 'wanted', '')} {max_bad_share}",
         )
-
-    @property
-    def reads(self) -> str:
-        """Everything that decides how a row is read, in words."""
-        return self.data_key
 
     def drop_rows(self, numbers: Sequence[int], why: str) -> None:
         """Draw no more of these rows of the split, numbered from 0. Raises DataError, saying `why`, if none is left."""

@@ -58,6 +58,7 @@ def look_at_rows(
         return Look()
     columns: dict[str, None] = {}
     counts: dict[str, int] = {}
+    unused: Counter[str] = Counter()
     whole, faults = True, 0
     longest: tuple[str, Row] = ("", {})  # prompt and row
 
@@ -92,14 +93,15 @@ def look_at_rows(
             max_bad_share=max_bad_share,
         )
         counts[split] = len(rows)
-        faults += rows.bad.count if split == settings.split else 0
-    is_own = isinstance(reader, RowReader)
+        if split == settings.split:
+            faults = rows.bad.count
+            unused = Counter(reader.unused) if isinstance(reader, RowReader) else Counter()
     return Look(
         columns=list(columns) if whole else None,
-        unused=reader.unused if is_own else Counter(),
+        unused=unused,
         counts=counts if whole else {},
         bad=faults,
-        longest=reader.read("", longest[1]) if is_own and longest[0] else None,
+        longest=reader.read("", longest[1]) if isinstance(reader, RowReader) and longest[0] else None,
     )
 
 
