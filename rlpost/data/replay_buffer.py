@@ -25,34 +25,12 @@ Rule = Callable[[Sequence[Conversation]], bool]  # a group -> whether it may be 
 
 @dataclass
 class Drawn:
-    """The groups that came into the buffer over some time, and the groups that a rule dropped.
-
-    Rewards are those of valid rows: their sum and number over all groups, and how far they lie apart
-    in the dropped groups.
-    """
+    """The groups that came into the buffer over some time, the rewards of their valid rows, and the dropped groups."""
 
     groups: int = 0
     reward_sum: float = 0.0
     num_rewards: int = 0
-    turned_down: int = 0
-    lowest: float | None = None
-    highest: float | None = None
-    widest: float = 0.0  # the most that two rewards of one group lie apart
-
-    def add(self, rewards: Sequence[float]) -> None:
-        """Count a group that came in."""
-        self.groups += 1
-        self.reward_sum += sum(rewards)
-        self.num_rewards += len(rewards)
-
-    def turn_down(self, rewards: Sequence[float]) -> None:
-        """Count a known group as dropped."""
-        self.turned_down += 1
-        if rewards:
-            low, high = min(rewards), max(rewards)
-            self.lowest = low if self.lowest is None else min(self.lowest, low)
-            self.highest = high if self.highest is None else max(self.highest, high)
-            self.widest = max(self.widest, high - low)
+    turned_down: int = 0  # groups that a rule dropped
 
 
 Judged = tuple[list[list[Member]], list[list[Member]]]  # whole groups: the kept ones and the dropped ones
@@ -222,7 +200,7 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
         self._waiting = dict(map(self._restored, state["waiting"]))
         self.num_dropped_by_age = state["num_dropped_by_age"]
         self.num_evicted = state["num_evicted"]
-        self.drawn = Drawn(**state["drawn"])
+        self.drawn = Drawn(**{each.name: state["drawn"][each.name] for each in fields(Drawn)})
 
     def _add(self, members: Mapping[int, list[Member]]) -> Judged[Member]:
         """Add members to their groups; returns the groups that are whole now."""
@@ -241,9 +219,11 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
         """Put a whole group in its place, or drop it; returns whether it is kept."""
         self._num_judged += 1
         rewards = self._rewards(group)
-        self.drawn.add(rewards)
+        self.drawn.groups += 1
+        self.drawn.reward_sum += sum(rewards)
+        self.drawn.num_rewards += len(rewards)
         if self.accept is not None and not self.accept(group):
-            self.drawn.turn_down(rewards)
+            self.drawn.turned_down += 1
             return False
         if self.oldest_first:
             insort(self._groups, (number, group), key=lambda each: self._oldest(each[1]))
@@ -256,13 +236,9 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
         drawn = self.drawn
         if not drawn.turned_down:
             return "group_size may exceed what the environment repeats"
-        spread = (
-            "none had a valid reward"
-            if drawn.lowest is None
-            else f"rewards from {drawn.lowest:g} to {drawn.highest:g}, at most {drawn.widest:g} apart within a group"
-        )
+        mean = f"mean reward {drawn.reward_sum / drawn.num_rewards:.3g}" if drawn.num_rewards else "no valid reward"
         return (
-            f"{drawn.turned_down} of {drawn.groups} groups were dropped ({spread}); give prompts that the model "
+            f"{drawn.turned_down} of {drawn.groups} groups were dropped ({mean}); give prompts that the model "
             "answers well now and then, a larger group_size, or a higher dynamic.draw_limit"
         )
 
