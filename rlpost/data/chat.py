@@ -316,11 +316,11 @@ class ChatMask:
                     raise self._left_out(f"the thoughts of message {number + 1}", remedy)
             for call in message.get("tool_calls") or []:
                 function = call.get("function", call)
-                if not rendered.holds(str(function.get("name", ""))) or not all(
-                    map(rendered.holds, _words(function.get("arguments")))
-                ):
+                said = [str(function.get("name", "")), *_words(function.get("arguments"))]
+                if not all(map(rendered.holds, said)):
                     raise self._left_out(
-                        f"the call of {function.get('name')} in message {number + 1}", "write the call as content"
+                        f"the call of {function.get('name')} in message {number + 1}",
+                        "add model.chat_template=qwen, write the call as content",
                     )
 
     def _left_out(self, what: str, remedy: str = "take it out of the row") -> MaskError:

@@ -354,11 +354,13 @@ def _of_batch_row(row: Mapping[str, Any]) -> Conversation:
         tool_calls=row["tools"]["calls"],
         tool_errors=row["tools"]["errors"],
         valid=row["valid"],
+        reward=measures.get("reward"),
         reward_parts=known(scored["reward_parts"]),
         part_weights=known(scored["part_weights"]),
+        accuracy_strict=measures.get("accuracy_strict"),
+        accuracy_lenient=measures.get("accuracy_lenient"),
         terminated=scored["terminated"][0],
         truncated=scored["truncated"][0],
-        **measures,
     )
     for place, version in enumerate(row.get("token_versions", [])):
         if version not in (-1, conversation.newest_version):

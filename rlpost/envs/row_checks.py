@@ -17,7 +17,7 @@ from rlpost.data.datasets import Reader, good_rows, local_sources, located_rows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.faults import BadRows, FormatError
 from rlpost.data.formats import ANSWER_COLUMNS, RowReader, Wanted
-from rlpost.data.rows import Row, kind_of, missing, present, text_in
+from rlpost.data.rows import Row, missing, present, text_in
 from rlpost.files import paths_in
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.gsm8k import split_solution
@@ -211,9 +211,7 @@ class PromptRows(RowReader):
             return
         answers = self.answers(row)
         if not any(map(str.strip, answers)):
-            what = f"the number {value}" if isinstance(value, float) else kind_of(value)  # NaN, or infinite
-            empty = isinstance(value, str) or value == []
-            raise FormatError(column, "is empty" if empty else f"must be text or a finite number, and is {what}")
+            raise FormatError(column, f"must be text or a finite number, and is {json.dumps(value, default=str):.40}")
         for wrong in (BUILT_IN[name].complaint(answer) for name in self.built_in for answer in answers):
             if wrong:
                 raise FormatError(column, wrong)

@@ -73,7 +73,8 @@ class RowReport:
         """The report as text."""
         lines = [f"form       {self.form}", f"template   {self.template}"]
         for name, split in self.splits.items():
-            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {_repeating(split.repeated)}")
+            repeat = "repeats" if split.repeated == 1 else "repeat"
+            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {split.repeated:,} {repeat} a prompt")
             lines += [f"             {example}" for example in split.examples]
             if split.tokenised:
                 of = "" if split.tokenised == split.rows else f" (of {split.tokenised:,} rows)"
@@ -160,10 +161,6 @@ def _form_of(reader: RowReader, row: Row) -> str:
         return f"preferences ({', '.join(PAIR_COLUMNS)}): for rlpost train dpo, or rlpost train sft {word}"
     also = ", or with env.reward for rlpost train grpo" if reader.reply == ANSWER else ""
     return f"demonstrations, {reader.form}: for rlpost train sft{also}"
-
-
-def _repeating(rows: int) -> str:
-    return f"{rows:,} {'repeats' if rows == 1 else 'repeat'} a prompt"
 
 
 def _beside(where: str, earlier: str) -> str:
