@@ -316,8 +316,8 @@ class ChatMask:
                     raise self._left_out(f"the thoughts of message {number + 1}", remedy)
             for call in message.get("tool_calls") or []:
                 function = call.get("function", call)
-                said = [str(function.get("name", "")), *_words(function.get("arguments"))]
-                if not all(map(rendered.holds, said)):
+                texts = [str(function.get("name", "")), *_words(function.get("arguments"))]
+                if not all(map(rendered.holds, texts)):
                     raise self._left_out(
                         f"the call of {function.get('name')} in message {number + 1}",
                         "add model.chat_template=qwen, write the call as content",
