@@ -130,7 +130,7 @@ def cases_of(env: DatasetChatEnv, count: int) -> list[Case]:
 def _is_gold(env: EnvBase, played: Conversation) -> bool:
     if env.max_reward is None:
         return played.valid
-    strict, lenient = _accuracies(played)
+    strict, lenient = played.accuracy_strict, played.accuracy_lenient
     worked = isinstance(env, DatasetEnv)  # an answer with its working is not the number alone
     measured = not env.has_accuracy or (lenient == 1.0 and (strict == 1.0 or worked))
     return played.valid and played.reward == env.max_reward and measured
@@ -141,11 +141,7 @@ def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> boo
         return False
     if env.max_reward is None:
         return best is None or played.reward <= best
-    return played.reward < env.max_reward and not any(_accuracies(played))
-
-
-def _accuracies(played: Conversation) -> tuple[float | None, float | None]:
-    return played.accuracy_strict, played.accuracy_lenient
+    return played.reward < env.max_reward and not (played.accuracy_strict or played.accuracy_lenient)
 
 
 def _marks(played: Conversation) -> str:

@@ -27,7 +27,6 @@ def report_rows(settings: OwnRowsSettings, tokenizer: Any) -> RowReport:
     """Read both splits of `settings`; raises DataError for a path that holds none."""
     reader = _reader(settings)
     encoder = PairEncoder(tokenizer, sys.maxsize) if reader.wanted is Wanted.pair else Encoder(tokenizer)
-    readers: list[RowReader] = []
     report = RowReport("", {}, 0, BadRows(), template_name(tokenizer), Counter())
     prompts: dict[str, set[int]] = {}
     for split in dict.fromkeys((settings.split, "test")):
@@ -39,26 +38,22 @@ def report_rows(settings: OwnRowsSettings, tokenizer: Any) -> RowReport:
                 config=settings.config,
                 held_out=settings.held_out,
                 test_path=settings.test_path,
-                tolerant=True,
-                shared_as=repr(settings),
+                max_bad_share=1.0,
             )
         except DataError:
             if split == settings.split:
                 raise
             continue  # no row is held out
-        if settings.limit is not None and split == settings.split:
-            rows = rows.only(range(min(settings.limit, len(rows))))
-        assert isinstance(rows.reader, RowReader)
-        reader = rows.reader
-        if reader not in readers:  # a file of both splits is read once
-            readers.append(reader)
+        if split == settings.split:
+            report.unused = Counter(reader.unused)
+            rows = rows.only(range(len(rows))[: settings.limit])
         report.bad.total += rows.bad.total
         report.bad.found += rows.bad.found
         prompts[split] = set(rows.prompts)
         report.splits[split] = _split_report(rows, reader, encoder)
-        report.form = report.form or (len(rows) > 0 and _form_of(reader, rows[0])) or ""
+        if len(rows) and not report.form:
+            report.form = _form_of(reader, rows[0])
     report.form = report.form or reader.form
-    report.unused = sum((reader.unused for reader in readers), Counter())
     report.shared = len(prompts.get("test", set()) & prompts[settings.split]) if settings.split != "test" else 0
     return report
 
@@ -78,7 +73,8 @@ class RowReport:
         """The report as text."""
         lines = [f"form       {self.form}", f"template   {self.template}"]
         for name, split in self.splits.items():
-            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {_repeating(split.repeated)}")
+            repeat = "repeats" if split.repeated == 1 else "repeat"
+            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {split.repeated:,} {repeat} a prompt")
             lines += [f"             {example}" for example in split.examples]
             if split.tokenised:
                 of = "" if split.tokenised == split.rows else f" (of {split.tokenised:,} rows)"
@@ -165,10 +161,6 @@ def _form_of(reader: RowReader, row: Row) -> str:
         return f"preferences ({', '.join(PAIR_COLUMNS)}): for rlpost train dpo, or rlpost train sft {word}"
     also = ", or with env.reward for rlpost train grpo" if reader.reply == ANSWER else ""
     return f"demonstrations, {reader.form}: for rlpost train sft{also}"
-
-
-def _repeating(rows: int) -> str:
-    return f"{rows:,} {'repeats' if rows == 1 else 'repeat'} a prompt"
 
 
 def _beside(where: str, earlier: str) -> str:
