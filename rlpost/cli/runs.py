@@ -20,7 +20,7 @@ from rlpost.cli.usage import App, AsJson
 from rlpost.cli.views import StepText, candidate_lines, run_list, run_page, table
 from rlpost.config.paths import RUNS, SWEEP_FILE
 from rlpost.files import bytes_of
-from rlpost.record import ACCURACY, REWARD, WORDS, MetricsFile
+from rlpost.record import ACCURACY, LOSS, REWARD, WORDS, MetricsFile
 from rlpost.runs.reader import RunRecord, RunState, find_run, find_runs, find_sweep, is_running, read_run
 from rlpost.runs.removal import Removal, Rule, removals, remove
 from rlpost.text import counted, printable, readable
@@ -192,7 +192,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "loss": record.loss,
         **{
             f"{name}_{when}": found and found.as_dict()
-            for name, key in (("accuracy", ACCURACY), ("held_out_reward", REWARD))
+            for name, key in (("accuracy", ACCURACY), ("held_out_reward", REWARD), ("held_out_loss", LOSS))
             for when, found in zip(("before", "after"), record.before_and_after(key), strict=True)
         },
         "model": record.model_name,

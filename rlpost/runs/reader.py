@@ -105,9 +105,18 @@ class RunRecord:
         return words[-1] if words else self._default_choices.get(group)
 
     @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Dotted key -> value of every setting, and the chosen option of each group where it is known."""
+        from rlpost.catalog import CHOICES
+        from rlpost.config.schema import flat
+
+        chosen = {group: option for group in CHOICES if (option := self.choice(group)) is not None}
+        return chosen | flat(self.config)
+
+    @cached_property
     def command(self) -> Command[Any] | None:
         """The command of the last attempt; None if command.txt does not name one that is known here."""
-        from rlpost.catalog import COMMANDS  # loads every settings class
+        from rlpost.catalog import COMMANDS
 
         words = self._last_words
         return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)

@@ -1,4 +1,4 @@
-"""A run beside the same run again: what they ran on, and their figures step by step. Imports nothing heavy."""
+"""Runs beside each other: what they ran on, and a run beside the same run again. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlpost.catalog import CHOICES
 from rlpost.config.schema import as_text, flat
-from rlpost.record import CODE, DATA, LEFT_OPEN, PRECISION
+from rlpost.record import CODE, DATA, LEFT_OPEN, PRECISION, is_apart
+from rlpost.runs.reader import RunRecord
 
 UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
+NOT_COMPARED = ("tracking.",)  # settings that say where output goes
 VERSIONS = ("rlpost", "python")  # keys of environment.json
 MACHINE = ("platform", "cpu", "cpu_count", "threads", "cuda")
 PRECISION_KEYS = ("model.autocast", "policy.dtype")  # keys of its `PRECISION`
@@ -82,6 +85,33 @@ def parts_of(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
         "precision": _some(precision, PRECISION_KEYS),
         "setting": {k: v for k, v in flat(config).items() if k not in LEFT_OPEN or v not in (None, "auto")},
     }
+
+
+def differences(records: Sequence[RunRecord]) -> dict[str, dict[str, list[str]]]:
+    """What differs between runs, each with the runs' values: settings that all have, settings that only some have, and
+    the environment (versions, code, data, machine and precision).
+
+    A chosen option counts as a setting, as does the command; where output goes does not.
+    """
+    known = [{"command": r.verb or "unknown", **dict.fromkeys(CHOICES, "unknown"), **r.settings} for r in records]
+    compared = [{key: its[key] for key in its if not key.startswith(NOT_COMPARED)} for its in known]
+    settings, of_some = _differing(compared)
+    kinds = [parts_of(record.environment, {}) for record in records]
+    environment = [{f"{kind} {n}": v for kind, its in each.items() for n, v in its.items()} for each in kinds]
+    return {"settings": settings, "settings_of_some": of_some, "environment": _differing(environment)[0]}
+
+
+def _differing(sides: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The keys of all sides whose values differ, and the keys that only some sides have."""
+    shared: dict[str, list[str]] = {}
+    of_some: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for side in sides for key in side):
+        texts = [as_text(side[key]) if key in side else "-" for side in sides]
+        if not all(key in side for side in sides):
+            of_some[key] = texts
+        elif is_apart(key, [side[key] for side in sides]):
+            shared[key] = texts
+    return shared, of_some
 
 
 def _some(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
