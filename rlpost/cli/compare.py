@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.cli.completion import complete_side
-from rlpost.cli.runs import app, summary
+from rlpost.cli.runs import app
 from rlpost.cli.terminal import BOLD, DIM, output_width, painted, print_json, print_lines, takes_colour
 from rlpost.cli.usage import AsJson
 from rlpost.cli.views import candidate_lines, figure_text, progress, table
@@ -209,7 +209,7 @@ def _as_dict(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequence[
     runs: list[Mapping[str, Any]] = [
         {
             "letter": letter,
-            **summary(record),
+            **record.summary(),
             "tokens": record.tokens,
             "seconds": record.seconds,
             "curves": {key: record.points(key) for key in keys},

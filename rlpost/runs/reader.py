@@ -6,6 +6,7 @@ the record empty. Imports nothing heavy.
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import shlex
@@ -19,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.config import paths
 from rlpost.errors import ConfigError
-from rlpost.files import expanded, locked, slug
+from rlpost.files import bytes_of, expanded, locked, slug
 from rlpost.record import (
+    ACCURACY,
     BEGAN,
     FACTS,
     FAILED,
     FINISHED,
     INCIDENT,
+    LOSS,
+    REWARD,
     STOPPED,
     TOTAL_STEPS,
     TRAINED_LOSSES,
@@ -311,6 +315,40 @@ class RunRecord:
         from rlpost.runs.rollouts import read_rollouts  # loads pyarrow
 
         return read_rollouts(self.folder, step)
+
+    # All of it, for JSON
+
+    def summary(self) -> dict[str, Any]:
+        """The run as one entry of `rlpost runs list --json`."""
+        return {
+            "name": self.folder.name,
+            "folder": str(self.folder),
+            "state": self.state.value,
+            "error": self.error or None,
+            "steps_done": self.steps_done,
+            "steps": self.total_steps,
+            "reward": self.last("reward/mean"),
+            "loss": self.loss,
+            **{
+                f"{name}_{when}": found and found.as_dict()
+                for name, key in (("accuracy", ACCURACY), ("held_out_reward", REWARD), ("held_out_loss", LOSS))
+                for when, found in zip(("before", "after"), self.before_and_after(key), strict=True)
+            },
+            "model": self.model_name,
+            "env": self.choice("env"),
+            "updated": datetime.datetime.fromtimestamp(self.updated, datetime.UTC).isoformat(timespec="seconds"),
+        }
+
+    def details(self) -> dict[str, Any]:
+        """The run as `rlpost runs show --json` prints it."""
+        parts = ("commands", "overrides", "config", "environment", "seconds", "damaged_lines", "metrics")
+        return {
+            **self.summary(),
+            **{name: getattr(self, name) for name in parts},
+            "checkpoints": [str(path) for path in self.checkpoints],
+            "bytes": bytes_of(self.folder),
+            "symptoms": [vars(symptom) for symptom in self.diagnosis.symptoms],
+        }
 
     # Read once
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from rlpost.config import paths
 from rlpost.errors import CheckpointError
@@ -36,6 +37,11 @@ class Removal:
     path: Path
     rule: Rule
     bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        named = {"rule": self.rule.name, "why": self.rule.value, "bytes": self.bytes}
+        return {"run": str(self.run), "path": str(self.path), **named}
 
 
 def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[Removal]:

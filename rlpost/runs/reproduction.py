@@ -11,6 +11,7 @@ from rlpost.config.schema import as_text, flat
 from rlpost.record import CODE, DATA, LEFT_OPEN, PRECISION, is_apart
 from rlpost.runs.reader import RunRecord
 
+IMPORTANT = ("loss/", "reward/mean", "grad_norm", "eval/", "accuracy/", "entropy")  # how names of figures begin
 UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
 NOT_COMPARED = ("tracking.",)  # settings that say where output goes
 VERSIONS = ("rlpost", "python")  # keys of environment.json
@@ -55,10 +56,10 @@ class Apart:
 class Steps:
     """The figures of two runs beside each other, all but time and memory."""
 
-    compared: int  # steps
-    first: int | None  # the first step in which any differs; None: all are equal bit for bit
-    first_figures: list[Apart]  # the figures that differ in that step
-    apart: list[Apart]  # each figure that differs anywhere, where it does so most
+    steps: int  # that are compared
+    first_step: int | None  # the first in which any figure differs; None: all are equal bit for bit
+    first_figures: list[Apart]  # the figures that differ in that step, the important ones first
+    apart: list[Apart]  # each figure that differs anywhere, where it does so most, in the same order
 
 
 def what_differs(
@@ -138,8 +139,14 @@ def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, A
     for each in found:
         if each.name not in most or each.size > most[each.name].size:
             most[each.name] = each
+    found.sort(key=_rank)
     steps = len({step for step in before if step > 0})
-    return Steps(steps, first, [each for each in found if each.step == first], list(most.values()))
+    return Steps(steps, first, [each for each in found if each.step == first], sorted(most.values(), key=_rank))
+
+
+def _rank(each: Apart) -> tuple[bool, float, str]:
+    """Where a figure stands in a list: the important ones first, then those that are furthest apart."""
+    return not each.name.startswith(IMPORTANT), -each.size, each.name
 
 
 def _part(record: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -62,7 +62,12 @@ class Computed:
     updates: int  # that the step makes
     rows: Sequence[Row]  # of the step; the update has given the rows it read the trainer's log-probs
     weights: dict[int, torch.Tensor]
-    gradient: list[torch.Tensor | None] = field(default_factory=list)  # of each parameter
+    gradient: list[torch.Tensor] = field(default_factory=list)  # of each parameter
+
+    @property
+    def finite(self) -> dict[str, float | None]:
+        """The figures, with None for those that are not finite."""
+        return {name: value if math.isfinite(value) else None for name, value in self.figures.items()}
 
 
 @dataclass
@@ -170,8 +175,8 @@ def replay(
         tell(f"computing the update{'' if trial is trials[0] else ' with the other settings'}")
         computed.append(trial.first_update(trainable, given))
         if len(both) > 1:
-            gradient = [None if p.grad is None else p.grad.detach().cpu() for p in trainable.model.parameters()]
-            computed[-1].gradient = gradient
+            parameters = trainable.model.parameters()
+            computed[-1].gradient = [torch.zeros(()) if p.grad is None else p.grad.detach().cpu() for p in parameters]
         trainable.optimizer.zero_grad(set_to_none=True)
     was, becomes = computed[0], computed[1] if len(computed) > 1 else None
     replayed = Replay(
@@ -326,19 +331,13 @@ def _apart(was: Computed, table: Sequence[Completion]) -> float | None:
     return max(found, default=None)
 
 
-def _compared(
-    was: Sequence[torch.Tensor | None], becomes: Sequence[torch.Tensor | None]
-) -> tuple[float | None, float | None]:
+def _compared(was: Sequence[torch.Tensor], becomes: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
     """The cosine of two gradients and the second's norm divided by the first's; None where a norm is 0."""
-    dot = first = second = 0.0
-    for a, b in zip(was, becomes, strict=True):
-        first += 0.0 if a is None else a.double().square().sum().item()
-        second += 0.0 if b is None else b.double().square().sum().item()
-        if a is not None and b is not None:
-            dot += (a.double() * b.double()).sum().item()
+    first, second = (math.sqrt(sum(each.double().square().sum().item() for each in side)) for side in (was, becomes))
     if not first:
         return None, None
-    return dot / math.sqrt(first * second) if second else None, math.sqrt(second / first)
+    dot = sum((a.double() * b.double()).sum().item() for a, b in zip(was, becomes, strict=True))
+    return dot / (first * second) if second else None, second / first
 
 
 def _moved(was: Computed, becomes: Computed, names: Sequence[str], tokenizer: Any) -> list[MovedToken]:
