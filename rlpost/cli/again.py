@@ -24,7 +24,7 @@ from rlpost.errors import ConfigError
 from rlpost.record import CODE, DATA, PRECISION
 from rlpost.runs.reader import RunRecord, code_of, find_run, read_run
 from rlpost.settings.commands import RunRequest
-from rlpost.text import counted, did_you_mean, nearest, one_line, printable
+from rlpost.text import counted, did_you_mean, nearest, printable
 
 if TYPE_CHECKING:
     from rlpost.runs.reproduction import Apart, Difference, Steps
@@ -214,12 +214,12 @@ def replay_dict(folder: Path, replayed: Replay, words: Sequence[str]) -> dict[st
         "was": replayed.was.finite,
         "with": None if other is None else {"settings": list(words), **other.finite},
         "gradients": None if other is None else {"cosine": replayed.cosine, "norm_ratio": replayed.norm_ratio},
-        "tokens": [asdict(token) for token in replayed.tokens],
+        "tokens_moved": replayed.moved,
     }
 
 
 def replay_lines(folder: Path, replayed: Replay, words: Sequence[str]) -> list[str]:
-    """A replay as text: whether it agrees with the record, the figures of both sides, and the tokens that moved."""
+    """A replay as text: whether it agrees with the record, the figures of both sides, and how the gradients differ."""
     weights = replayed.weights_of.name if replayed.weights_of else "the starting model"
     lines = [f"step {replayed.step} of {folder}, with the weights of {weights}"]
     lines += [f"{name}  recorded {_figure(b)}, replayed {_figure(a)}" for name, (a, b) in replayed.losses.items()]
@@ -231,11 +231,6 @@ def replay_lines(folder: Path, replayed: Replay, words: Sequence[str]) -> list[s
     lines += table(rows if other else [row[:2] for row in rows], WIDTH, right=(1, 2))
     if other:
         lines += ["", _gradients(replayed)]
-    if replayed.tokens:
-        lines += ["", "tokens that moved most; a weight is -d loss / d log-prob: above 0 the update makes it likelier"]
-        lines += _token_table(replayed)
-    elif replayed.norm_ratio is not None:
-        lines.append("no token weighs otherwise: at a step's first update every ratio is 1, and no clip bound acts")
     return [row for line in lines for row in paragraph(line, WIDTH)]
 
 
@@ -254,21 +249,14 @@ def _agreement(replayed: Replay) -> str:
 
 
 def _gradients(replayed: Replay) -> str:
-    """The angle and the lengths of the two gradients."""
+    """The angle and the lengths of the two gradients, and on how many tokens they differ."""
     if replayed.norm_ratio is None:
         return "as it was there is no gradient to compare with"
     direction = "one of them is 0" if replayed.cosine is None else f"cosine {replayed.cosine:.4f}"
-    return f"gradients: {direction}, the norm {replayed.norm_ratio:.4g} times as large"
-
-
-def _token_table(replayed: Replay) -> list[str]:
-    """The tokens whose weight in the gradient differs most."""
-    rows = [("completion", "token", "text", "prob", "as it was", "with")]
-    for token in replayed.tokens:
-        text = one_line(repr(token.text)[1:-1], 14)
-        weights = (f"{token.was:+.3g}", f"{token.becomes:+.3g}")
-        rows.append((token.completion, str(token.place), text, f"{token.probability:.3f}", *weights))
-    return table(rows, WIDTH, right=(1, 3, 4, 5), cuttable=(0, 2))
+    gradients = f"gradients: {direction}, the norm {replayed.norm_ratio:.4g} times as large"
+    if not replayed.moved:
+        return f"{gradients}; no token weighs otherwise: at a step's first update ratios are 1, and no clip bound acts"
+    return f"{gradients}; {replayed.moved:,} of {replayed.was.figures['tokens']:,.0f} tokens have another weight"
 
 
 def _figure(value: float | None) -> str:

@@ -322,9 +322,6 @@ def chart(records: Sequence[RunRecord], key: str, width: int) -> list[str]:
     together = max(1, math.ceil(max(len(record.points(key)) for record in records) / most))
     curves = [[(s, size * v) for s, v in _means(record.points(key), together)] for record in records]
     steps = [step for record in records for step, _ in record.points(key)]
-    values = [value for curve in curves for _, value in curve]
-    low, high = min(values), max(values)
-    low, high = (low, high) if high > low else (low - 0.5 * size / 100, high + 0.5 * size / 100)
     plotext.clear_figure()
     plotext.limit_size(False, False)
     plotext.plot_size(width, CHART_LINES)
@@ -333,10 +330,7 @@ def chart(records: Sequence[RunRecord], key: str, width: int) -> list[str]:
         if curve:
             colour = TERMINAL_COLOURS[place % len(TERMINAL_COLOURS)]
             plotext.plot(*zip(*curve, strict=True), marker=ascii_uppercase[place], color=colour)
-    plotext.ylim(low, high)
-    ticks = [low + i * (high - low) / (TICKS - 1) for i in range(TICKS)]
-    digits = max(0, 1 - math.floor(math.log10(ticks[1] - ticks[0])))
-    plotext.yticks(ticks, [f"{tick:.{digits}f}" for tick in ticks])
+    plotext.yfrequency(TICKS)
     first, last = min(steps), max(steps)
     plotext.xlim(first, last)
     plotext.xticks(sorted({round(first + i * (last - first) / (TICKS - 1)) for i in range(TICKS)}))

@@ -184,19 +184,17 @@ def run_page(record: RunRecord) -> list[str]:
 
 
 def _setup(record: RunRecord) -> list[tuple[str, str]]:
-    command = record.commands[-1] if record.commands else "command.txt is missing"
+    command = record.commands[-1] if record.commands else "unknown"
     lines = [("command", command)]
     if len(record.commands) > 1:
         lines.append(("", f"attempt {len(record.commands)}; begun with: {record.commands[0]}"))
     if not set(record.overrides) <= set(command.split()):  # a recipe's
         lines.append(("settings", " ".join(record.overrides)))
-    if not record.config:
-        lines.append(("", "config.yaml is missing or cannot be read, so the number of steps is unknown"))
     lines += [(fact.name, fact.text) for fact in record.facts]
-    if record.environment:
-        lines += [("versions", record.versions), ("machine", record.machine)]
-    else:
-        lines.append(("versions", "environment.json is missing or cannot be read"))
+    lines += [("versions", record.versions), ("machine", record.machine)] if record.environment else []
+    parts = {"command.txt": record.commands, "config.yaml": record.config, "environment.json": record.environment}
+    if missing := [file for file, part in parts.items() if not part]:
+        lines.append(("missing", f"{', '.join(missing)}: not there, or not whole"))
     early = record.environment.get(ENDED_EARLY)
     return [*lines, ("ended", f"early: {early}")] if early else lines
 

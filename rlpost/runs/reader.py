@@ -391,11 +391,6 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(folder)
 
 
-def command_of(folder: Path) -> Command[Any] | None:
-    """The command of a run's last attempt; None if command.txt does not name one."""
-    return read_run(folder).command
-
-
 def playable(run: Path) -> Path | None:
     """The run whose environment `run` stands for: itself, or if it learned from pairs the run that it began from.
 
@@ -451,7 +446,7 @@ def find_runs(folder: Path) -> list[Path]:
     If `folder` is a run folder, it is the only one. Raises ConfigError if the folder does not exist.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder{_near(folder)}")
+        raise ConfigError(f"{folder} is not a folder; see rlpost runs list")
     if paths.is_run_folder(folder):
         return [folder]
     return sorted(_runs_below(folder), key=_last_write, reverse=True)
@@ -467,18 +462,15 @@ def find_run(name: str | None) -> Path:
         if not found:
             raise ConfigError("there is no run in runs/ yet: begin one with rlpost train grpo, or give a run's path")
         return found[0]
-    path = expanded(name)
     for candidate in places(name):
         if paths.is_run_folder(candidate):
             return candidate
     if sweep := find_sweep(name):
         raise ConfigError(f"{name} is a sweep: name one of {', '.join(map(str, _runs_of_sweep(sweep))) or 'its jobs'}")
-    if path.is_dir():
+    if expanded(name).is_dir():
         raise ConfigError(f"{name} is not a run folder: it holds neither command.txt nor metrics.jsonl")
-    if _is_path(name):
-        raise ConfigError(f"{name} does not exist{_near(path)}")
     folders = dict.fromkeys(folder for run in _runs_below(paths.RUNS) for folder in (run, run.parent))
-    names = [str(folder.relative_to(paths.RUNS)) for folder in folders]
+    names = [text for folder in folders for text in (str(folder.relative_to(paths.RUNS)), str(folder))]
     raise ConfigError(f"there is no run {name}{did_you_mean(nearest(name, names), 'see rlpost runs list')}")
 
 
@@ -579,11 +571,3 @@ def places(name: str, root: Path = paths.RUNS) -> tuple[Path, Path]:
 
 def _is_path(name: str) -> bool:
     return "/" in name or name.startswith((".", "~"))
-
-
-def _near(missing: Path) -> str:
-    """A hint at a folder of a similar name beside the missing one."""
-    above = missing.parent
-    names = [path.name for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
-    near = nearest(missing.name, names)
-    return did_you_mean(str(above / near) if near else None, "see rlpost runs list")

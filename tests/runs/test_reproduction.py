@@ -58,7 +58,7 @@ def test_figures_but_time_and_memory_are_compared_bit_for_bit() -> None:
     other[2] |= {"loss/policy": 0.25, "ess": None}
     other[3] |= {"loss/policy": 0.29}
     apart = compare_steps(was, other, 3)
-    assert (apart.first_step, [each.name for each in apart.first_figures]) == (2, ["ess", "loss/policy"])
+    assert (apart.first_step, [each.name for each in apart.first_figures]) == (2, ["loss/policy", "ess"])
     assert {each.name: (each.step, round(each.size, 9)) for each in apart.apart} == {
         "ess": (2, inf),
         "loss/policy": (2, 0.05),

@@ -143,7 +143,7 @@ def test_every_other_estimator_weighs_tokens_by_its_formula(estimator: str, sums
         weights = replayed.other.weights.get(place, torch.zeros(len(row["token_ids"])))
         assert weights.tolist() == pytest.approx([advantage / tokens] * len(row["token_ids"]), abs=1e-6)
     if estimator == "grpo":
-        assert (replayed.cosine, replayed.norm_ratio, replayed.tokens) == (pytest.approx(1), pytest.approx(1), [])
+        assert (replayed.cosine, replayed.norm_ratio, replayed.moved) == (pytest.approx(1), pytest.approx(1), 0)
 
 
 def test_penalties_masks_and_a_reference_are_replayed(made: Callable[..., Path]) -> None:
