@@ -287,6 +287,22 @@ def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[HeldOu
     return [HeldOut(name, key, interval(before, key), interval(after, key)) for name, key in named]
 
 
+def prompts_of(found: Sequence[HeldOut]) -> int | None:
+    """How many prompts held-out figures were measured on; None if that is not known, or if rows were measured."""
+    figures = [figure for each in found if each.key not in OF_ROWS for figure in (each.after, each.before) if figure]
+    return figures[0].prompts if figures else None
+
+
+def held_out_lines(found: Sequence[HeldOut], prompts: int | None) -> list[str]:
+    """Held-out figures before and after training, one a line, for a page that names the number of `prompts`."""
+    lines = []
+    for each in found:
+        unit = "row" if each.key in OF_ROWS else "prompt"
+        pair = (f.as_text(unit, shown=prompts) if f else "not measured" for f in (each.before, each.after))
+        lines.append(f"{each.name:<18}{'  ->  '.join(pair)}")
+    return [*lines, MEANS_STRICT] if any(each.key == STRICT for each in found) else lines
+
+
 def one_of_each_first(rows: Sequence[R], key: str) -> list[R]:
     """`rows` with the first of each value of `key` in front, otherwise in their order."""
     numbers: dict[Any, int] = {}

@@ -136,13 +136,6 @@ class RunRecord:
         return " ".join(words[1:3]) if words[1:2] == ["train"] and NAME.fullmatch("".join(words[2:3])) else None
 
     @property
-    def says_where(self) -> bool:
-        """Whether the last attempt's command names the run's folder, so that it can be typed again."""
-        from rlpost.settings.commands import says_where
-
-        return says_where(self._last_words)
-
-    @property
     def model_name(self) -> str | None:
         """The chosen option of model=, or the end of the path that replaced it."""
         if any(word.startswith("model.path=") for word in self.overrides):
@@ -215,6 +208,16 @@ class RunRecord:
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, in the order of their steps."""
         return paths.checkpoints(self.folder / "checkpoints")
+
+    @property
+    def to_go_on(self) -> str:
+        """The command that goes on with the run. Resuming takes the settings from the folder, but no code."""
+        if self.checkpoints:
+            words = shlex.join([str(self.folder), *code_of(self.overrides)])
+            return f"rlpost {self.verb or 'train grpo'} --resume {words}"
+        says_where = any(word.partition("=")[0] in ("--out", "--name") for word in self._last_words)
+        where = "" if says_where else f" --out {shlex.quote(str(self.folder))}"
+        return f"the same command with --resume auto{where}"
 
     # Its figures
 
