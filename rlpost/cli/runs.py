@@ -6,9 +6,10 @@ import json
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,8 +20,10 @@ from rlpost.cli.views import StepText, candidate_lines, run_list, run_page, tabl
 from rlpost.config.paths import RUNS
 from rlpost.record import WORDS, MetricsFile
 from rlpost.runs.reader import RunRecord, RunState, find_run, find_runs, find_sweep, is_running, read_run
-from rlpost.runs.removal import Removal, Rule, removals, remove
 from rlpost.text import counted, printable, readable
+
+if TYPE_CHECKING:
+    from rlpost.runs.removal import Removal
 
 LIST_EXAMPLES = """\
   rlpost runs list
@@ -113,6 +116,8 @@ def gc(
 
     the last and the best, what finished runs would need to go on, and old rollouts. A run in use is left alone.
     """
+    from rlpost.runs.removal import Rule, removals, remove
+
     kept = {Rule.unstarted: keep_unstarted, Rule.checkpoint: keep_checkpoints, Rule.state: keep_state}
     found = removals(RUNS, frozenset(rule for rule in Rule if not kept.get(rule, False)), keep_rollouts)
     listed = [removal for removal in found if remove(removal)] if yes else found
@@ -121,7 +126,7 @@ def gc(
         print_json({"bytes": total, "removed": yes, "items": [removal.as_dict() for removal in listed]})
     elif listed:
         print(f"removed {readable(total)}:" if yes else f"would remove {readable(total)}; add --yes to do it:")
-        print("\n".join(_table(listed)))
+        print("\n".join(_removed(listed)))
     else:
         print(f"nothing to remove in {RUNS}/")
 
@@ -150,22 +155,19 @@ def print_steps(folder: Path, last: int, *, follow: bool, as_json: bool) -> None
 def _ending(record: RunRecord, *, follow: bool) -> str:
     """The line after the steps; empty for a run that is well and not followed."""
     remarks = [] if record.metrics else ["no step is recorded yet"]
-    if record.damaged_lines and record.state is not RunState.running:
-        remarks.append(f"{record.damaged_lines} of its metrics lines cannot be read")
     if follow or record.state in (RunState.failed, RunState.killed):
         remarks.append(f"{record.state.value} {record.error}".rstrip())
     return f"{record.folder}: {'; '.join(remarks)}" if remarks else ""
 
 
-def _table(listed: list[Removal]) -> list[str]:
+def _removed(listed: Sequence[Removal]) -> list[str]:
     """A line for each removal; the rollouts of a run share one."""
     rows = []
-    for (run, rule), found in groupby(listed, key=lambda removal: (removal.run, removal.rule)):
+    for (run, why), found in groupby(listed, key=lambda removal: (removal.run, removal.rule.value)):
         group = list(found)
-        if rule is Rule.rollouts:
-            named = f"{run}/rollouts: {counted(len(group), 'file')}"
-            rows.append((readable(sum(r.bytes for r in group)), rule.value, printable(named)))
+        if group[0].rule.name == "rollouts":
+            size = readable(sum(removal.bytes for removal in group))
+            rows.append((size, why, printable(f"{run}/rollouts: {counted(len(group), 'file')}")))
         else:
-            end = "/state" if rule is Rule.state else ""
-            rows += [(readable(r.bytes), rule.value, printable(f"{r.path}{end}")) for r in group]
+            rows += [(readable(each.bytes), why, printable(str(each.removed))) for each in group]
     return table(rows, output_width(0) or None, right=[0], cuttable=[2])

@@ -247,8 +247,7 @@ def _diagnosed(record: RunRecord) -> list[tuple[str, str]]:
 
     lines = []
     if record.damaged_lines:
-        damaged = "1 line of metrics.jsonl is" if record.damaged_lines == 1 else f"{record.damaged_lines} lines are"
-        lines.append(("damaged", f"{damaged} not whole, and left out here"))
+        lines.append(("damaged", f"{counted(record.damaged_lines, 'line')} of metrics.jsonl, left out here"))
     if error := ENDS.get(record.state, "") or record.error:
         doing = record.incident.get("doing")
         lines.append(("error", error + (f" (while {doing}; incident.json has the stacks)" if doing else "")))

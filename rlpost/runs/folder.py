@@ -173,18 +173,15 @@ class RunFolder:
     def keep_settings(self, config_yaml: str, chosen: dict[str, str]) -> None:
         """Record the resolved settings and the reason for each `chosen` one. A resumed run keeps its first reasons."""
         self.request = replace(self.request, config_yaml=config_yaml)
-        self.chosen |= chosen
-        if self._is_ours:
-            with self.writing("free some space, then --resume auto"):
-                (self.path / "config.yaml").write_text(config_yaml)
+        self.keep(chosen=self.chosen | chosen)
 
     def keep(self, **known: Any) -> None:
-        """Record `total_steps`, `precision`, `data`, `facts` or `ended_early` in environment.json."""
+        """Record `total_steps`, `precision`, `data`, `facts`, `chosen` or `ended_early` in environment.json."""
         for name, value in known.items():
             setattr(self, name, value)
         if self._is_ours:
             with self.writing("free some space, then --resume auto"):
-                self._write_environment()
+                self._write_what_holds()
 
     def record(
         self,
@@ -260,13 +257,13 @@ class RunFolder:
         self._is_ours = True
 
     def _write_request(self) -> None:
-        (self.path / "config.yaml").write_text(self.request.config_yaml)
         (self.path / "overrides.txt").write_text("".join(word + "\n" for word in self.request.overrides))
         with (self.path / "command.txt").open("a") as stream:  # one line an attempt
             stream.write(shlex.join(self.request.command) + "\n")
-        self._write_environment()
+        self._write_what_holds()
 
-    def _write_environment(self) -> None:
+    def _write_what_holds(self) -> None:
+        (self.path / "config.yaml").write_text(self.request.config_yaml)
         file = self.path / "environment.json"
         with contextlib.suppress(OSError, ValueError):  # there is none yet, or a crash truncated it
             before = json_in(file).get(CHOSEN, {})

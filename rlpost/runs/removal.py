@@ -38,6 +38,11 @@ class Removal:
     rule: Rule
     bytes: int
 
+    @property
+    def removed(self) -> Path:
+        """What goes: of a checkpoint that keeps its model, the state."""
+        return self.path / paths.STATE_FOLDER if self.rule is Rule.state else self.path
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         named = {"rule": self.rule.name, "why": self.rule.value, "bytes": self.bytes}

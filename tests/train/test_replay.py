@@ -198,8 +198,8 @@ def test_expert_iteration_is_replayed_with_what_it_selected(made: Callable[..., 
 def test_step_without_its_weights_names_those_with_theirs(sums: Path, tmp_path: Path) -> None:
     run = shutil.copytree(sums, tmp_path / "r", symlinks=True)
     assert check_step(read_run(run), None) == 2
-    with pytest.raises(ConfigError, match=r"^step 9 .* 1, 2; .* --step 2$"):
+    with pytest.raises(ConfigError, match=r"^step 9 .*: 1, 2$"):
         check_step(read_run(run), 9)
     (run / "checkpoints/step-000001/manifest.json").unlink()
-    with pytest.raises(ConfigError, match=r": 1; .* --step 1$"):
+    with pytest.raises(ConfigError, match=r": 1$"):
         check_step(read_run(run), 2)
