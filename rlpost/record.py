@@ -166,8 +166,8 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
 def metrics_row(line: str) -> dict[str, Any] | None:
     """One line of metrics.jsonl, with None for numbers that are not finite; None for an incomplete line."""
     try:
-        row = json.loads(line, parse_float=_finite, parse_int=_whole, parse_constant=lambda nan: None)
-    except (ValueError, RecursionError):
+        row = json.loads(line, parse_constant=lambda nan: None)
+    except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
@@ -210,9 +210,8 @@ def has_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
-    """A figure of a metrics row; None if it is missing or was not finite."""
-    value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """A figure of a metrics row; None if it is missing or was not finite when it was recorded."""
+    return row.get(key)
 
 
 def interval(row: Mapping[str, Any], key: str = "eval/accuracy_lenient") -> Interval | None:
@@ -308,11 +307,3 @@ def one_of_each_first(rows: Sequence[R], key: str) -> list[R]:
     numbers: dict[Any, int] = {}
     is_first = [numbers.setdefault(row[key], i) == i for i, row in enumerate(rows)]
     return [row for first in (True, False) for row, its in zip(rows, is_first, strict=True) if its is first]
-
-
-def _finite(text: str) -> float | None:
-    return value if math.isfinite(value := float(text)) else None
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if len(text) <= 18 else None

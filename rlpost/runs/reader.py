@@ -99,9 +99,8 @@ class RunRecord:
         return _json(self.folder / "environment.json")
 
     def part(self, name: str) -> dict[str, Any]:
-        """The settings of a group in config.yaml, such as `model`; empty if the key holds something else."""
-        part = self.config.get(name)
-        return part if isinstance(part, dict) else {}
+        """The settings of a group in config.yaml, such as `model`."""
+        return self.config.get(name) or {}
 
     def choice(self, group: str) -> str | None:
         """The option chosen for `group`, or its default; None if unknown."""
@@ -130,17 +129,14 @@ class RunRecord:
         """The verb of the last attempt, a plugin's too; None where command.txt does not say."""
         if self.command is not None:
             return self.command.verb
-        from rlpost.settings.base import NAME
-
         words = self._last_words
-        return " ".join(words[1:3]) if words[1:2] == ["train"] and NAME.fullmatch("".join(words[2:3])) else None
+        return " ".join(words[1:3]) if words[1:2] == ["train"] else None
 
     @property
     def model_name(self) -> str | None:
         """The chosen option of model=, or the end of the path that replaced it."""
         if any(word.startswith("model.path=") for word in self.overrides):
-            path = self.part("model").get("path")
-            return slug(path) if isinstance(path, str) else None
+            return slug(self.part("model").get("path", ""))
         return self.choice("model")
 
     @property
@@ -161,9 +157,8 @@ class RunRecord:
     @property
     def versions(self) -> str:
         """The versions of rlpost, Python and the packages, in words; empty if environment.json has none."""
-        packages = self.environment.get("packages")
-        found = {"rlpost": self.environment.get("rlpost"), "python": self.environment.get("python")}
-        found |= packages if isinstance(packages, dict) else {}
+        found = {name: self.environment.get(name) for name in ("rlpost", "python")}
+        found |= self.environment.get("packages", {})
         return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
     @property
@@ -191,8 +186,7 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None while they are unknown."""
-        steps = self.environment.get(TOTAL_STEPS) or self.config.get("steps")
-        return steps if isinstance(steps, int) else None
+        return self.environment.get(TOTAL_STEPS) or self.config.get("steps")
 
     @property
     def steps_done(self) -> int:
@@ -241,7 +235,7 @@ class RunRecord:
 
     def last(self, key: str) -> float | None:
         """The latest recorded value of `key`."""
-        return next(iter(reversed(self.series(key))), None)
+        return next((value for row in reversed(self.metrics) if (value := number(row, key)) is not None), None)
 
     @property
     def loss(self) -> float | None:
@@ -361,7 +355,7 @@ class RunRecord:
 
     @cached_property
     def _last_words(self) -> list[str]:
-        return words_of(self.commands[-1]) if self.commands else []
+        return shlex.split(self.commands[-1]) if self.commands else []
 
     @cached_property
     def _default_choices(self) -> dict[str, str]:
@@ -503,14 +497,6 @@ def _end_of(file: Path) -> str:
         return ""
 
 
-def words_of(command: str) -> list[str]:
-    """The words of a line of command.txt."""
-    try:
-        return shlex.split(command)
-    except ValueError:  # a truncated line
-        return command.split()
-
-
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
@@ -521,10 +507,9 @@ def _text(file: Path) -> str:
 def _json(file: Path) -> dict[str, Any]:
     """The mapping in a JSON file; empty if there is none, or it is not whole."""
     try:
-        content = json.loads(_text(file))
+        return json.loads(_text(file))
     except ValueError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _yaml(file: Path) -> dict[str, Any]:

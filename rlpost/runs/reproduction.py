@@ -77,11 +77,11 @@ def what_differs(
 
 def parts_of(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The values of a run that are compared, by the kind of a difference."""
-    precision = _part(environment, PRECISION)
+    precision = environment.get(PRECISION) or {}
     return {
-        "version": _some(environment, VERSIONS) | _part(environment, "packages"),
-        "code": _part(environment, CODE),
-        "data": _part(environment, DATA),
+        "version": _some(environment, VERSIONS) | environment.get("packages", {}),
+        "code": environment.get(CODE) or {},
+        "data": environment.get(DATA) or {},
         "machine": _some(environment, MACHINE),
         "precision": _some(precision, PRECISION_KEYS),
         "setting": {k: v for k, v in flat(config).items() if k not in LEFT_OPEN or v not in (None, "auto")},
@@ -147,11 +147,6 @@ def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, A
 def _rank(each: Apart) -> tuple[bool, float, str]:
     """Where a figure stands in a list: the important ones first, then those that are furthest apart."""
     return not each.name.startswith(IMPORTANT), -each.size, each.name
-
-
-def _part(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    part = record.get(name)
-    return part if isinstance(part, dict) else {}
 
 
 def _apart(text: str, other: str) -> str:

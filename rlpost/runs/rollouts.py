@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ LATER = ("prompt_messages", "part_weights", "restarts")  # columns that the file
 TOKEN_COLUMNS = ("token_ids", "log_probs", "mask", "prompt_ids", "trainer_log_probs", "token_versions", "restarts")
 LIGHT = [name for name in SCHEMA.names if name not in TOKEN_COLUMNS]
 MAPS = frozenset({"reward_parts", "part_weights"})
-FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
 ROWS_AT_ONCE = 256  # held in memory by a search
 
 
@@ -142,14 +140,12 @@ def spread(rewards: Sequence[float]) -> float:
 
 
 def _as_dicts(rows: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
-    """Rows as their reader wants them: maps as dicts, None for figures that are not finite."""
+    """Rows as their reader wants them: maps as dicts."""
     for row in rows.to_pylist():
         for name in MAPS & row.keys():
-            row[name] = {part: value for part, value in row[name] or [] if _finite(value) is not None}
+            row[name] = dict(row[name] or [])
         if "restarts" in row:
             row["restarts"] = row["restarts"] or []
-        for name in FIGURES & row.keys():
-            row[name] = _finite(row[name])
         yield row
 
 
@@ -204,8 +200,3 @@ def _pieces(file: Path, columns: Sequence[str], advice: str = "") -> Iterator[pa
 
 def _file(run: Path, step: int) -> Path:
     return run / "rollouts" / f"step-{step:06d}.parquet"
-
-
-def _finite(value: float | None) -> float | None:
-    """`value` if it is finite, otherwise None."""
-    return value if value is not None and math.isfinite(value) else None
