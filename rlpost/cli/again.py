@@ -154,10 +154,9 @@ def reproduce(
 
 def _command_of(folder: Path, words: Sequence[str]) -> Command[Any]:
     """The command of a run, which may be that of a plugin that the `words` name. Raises ConfigError if unknown."""
-    if any(word.startswith("plugin=") for word in words):
-        from rlpost.config.plugins import without_plugins
+    from rlpost.config.plugins import without_plugins
 
-        without_plugins(words)
+    without_plugins(words)
     command = read_run(folder).command
     if command is None:
         raise ConfigError(

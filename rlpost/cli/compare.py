@@ -21,7 +21,7 @@ from rlpost.cli.runs import app
 from rlpost.cli.terminal import BOLD, DIM, output_width, painted, print_json, print_lines, takes_colour
 from rlpost.cli.usage import AsJson
 from rlpost.cli.views import candidate_lines, figure_text, progress, table
-from rlpost.config.paths import RUNS, is_run_folder
+from rlpost.config.paths import RUNS
 from rlpost.config.schema import as_text, flat, recipes, verb_and_rest
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
@@ -36,7 +36,7 @@ from rlpost.record import (
     worth_showing,
 )
 from rlpost.report.curves import draw, title_of
-from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of
+from rlpost.runs.reader import RunRecord, find_sweep, read_run, run_at, runs_of
 from rlpost.runs.reproduction import differences
 from rlpost.text import counted, did_you_mean, nearest, nearest_key, printable
 
@@ -78,7 +78,7 @@ def compare(
     alone, the settings are compared over their seeds instead. Where one of two sides is a recipe or quoted settings,
     only the settings are compared.
     """
-    if len(sides) == 2 and not all(_run_at(side) or find_sweep(side) for side in sides):
+    if len(sides) == 2 and not all(side.strip() and (run_at(side) or find_sweep(side)) for side in sides):
         found = settings_apart(*sides)
         print_json(found) if as_json else print_lines(apart_lines(found))
         return
@@ -129,7 +129,7 @@ def apart_lines(found: Mapping[str, Any]) -> list[str]:
 
 def _settings_of(side: str) -> tuple[str, dict[str, Any]]:
     """The name of a side, and its settings with the chosen options."""
-    if (run := _run_at(side)) is not None:
+    if side.strip() and (run := run_at(side)):
         record = read_run(run)
         if not record.config:
             raise DataError(f"{run / 'config.yaml'} holds no settings that can be read")
@@ -147,10 +147,6 @@ def _settings_of(side: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{side} is neither a run nor a recipe{hint}")
     composed = compose(command, words)
     return side.strip() or f"the defaults of {command.verb}", composed.choices | flat(composed.as_dict())
-
-
-def _run_at(side: str) -> Path | None:
-    return next((folder for folder in (expanded(side), RUNS / side) if side.strip() and is_run_folder(folder)), None)
 
 
 # Runs

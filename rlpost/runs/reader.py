@@ -459,9 +459,8 @@ def find_run(name: str | None) -> Path:
         if not found:
             raise ConfigError("there is no run in runs/ yet: begin one with rlpost train grpo, or give a run's path")
         return found[0]
-    for candidate in places(name):
-        if paths.is_run_folder(candidate):
-            return candidate
+    if run := run_at(name):
+        return run
     if sweep := find_sweep(name):
         raise ConfigError(f"{name} is a sweep: name one of {', '.join(map(str, _runs_of_sweep(sweep))) or 'its jobs'}")
     if expanded(name).is_dir():
@@ -469,6 +468,11 @@ def find_run(name: str | None) -> Path:
     folders = dict.fromkeys(folder for run in _runs_below(paths.RUNS) for folder in (run, run.parent))
     names = [text for folder in folders for text in (str(folder.relative_to(paths.RUNS)), str(folder))]
     raise ConfigError(f"there is no run {name}{did_you_mean(nearest(name, names), 'see rlpost runs list')}")
+
+
+def run_at(name: str) -> Path | None:
+    """The run folder of this name or path; None if there is none."""
+    return next((folder for folder in places(name) if paths.is_run_folder(folder)), None)
 
 
 def find_sweep(name: str) -> Path | None:
