@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
@@ -68,17 +69,9 @@ def rollouts(
     rewards = _range("--reward", reward, "0.5:1") if reward else None
     order = sort or ("reward" if reverse else None)
     folder = find_run(run)
-    steps = read_run(folder).rollout_steps
-    if not steps:
-        raise ConfigError(f"{folder} holds no completions yet: there is no file in {folder / 'rollouts'}")
     searches = bool(search or reward or finish)
-    if step:
-        first, last = _range("--step", step, "50:60")
-        known, steps = steps, [each for each in steps if first <= each <= last]
-        if not steps:
-            raise ConfigError(f"--step {step}: there are no such steps; it has {known[0]} to {known[-1]}")
-    elif not searches:
-        steps = steps[-1:]
+    known = steps_of(folder)
+    steps = steps_in(step, known) if step or searches else known[-1:]
     from rlpost.runs.rollouts import Wanted, figures_of_groups
     from rlpost.runs.rollouts import search as searched
 
@@ -163,6 +156,23 @@ def telling_parts(prompts: Sequence[str]) -> list[str]:
     if len({*prompts}) < 2 or not ("\n" in shared or begin >= LONG_OPENING):
         return list(prompts)
     return [f"…{prompt[begin:]}" for prompt in prompts]
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The steps with completions. Raises ConfigError for a run without any."""
+    steps = read_run(folder).rollout_steps
+    if not steps:
+        raise ConfigError(f"{folder} holds no completions yet: there is no file in {folder / 'rollouts'}")
+    return steps
+
+
+def steps_in(text: str, steps: list[int]) -> list[int]:
+    """The steps that `A:B`, `A:`, `:B` or `A` select; all for no text. Raises ConfigError if there are none."""
+    first, last = _range("--step", text or ":", "50:60")
+    chosen = [step for step in steps if first <= step <= last]
+    if not chosen:
+        raise ConfigError(f"--step {text}: there are no such steps; it has {steps[0]} to {steps[-1]}")
+    return chosen
 
 
 def _range(option: str, text: str, example: str) -> tuple[float, float]:
