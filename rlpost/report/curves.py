@@ -163,7 +163,7 @@ def words_of_metric(key: str) -> tuple[str, str]:
 
 def title_of(key: str) -> tuple[str, float]:
     """The title of a metric with its unit, and the size of the unit."""
-    name, unit = words_of_metric(key)
+    name, unit = words_of_metric(key)[:2]
     return f"{name} ({unit})" if unit else name, 100.0 if unit == SHARE else 1.0
 
 
