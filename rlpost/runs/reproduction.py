@@ -89,8 +89,8 @@ def parts_of(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
 
 
 def differences(records: Sequence[RunRecord]) -> dict[str, dict[str, list[str]]]:
-    """What differs between runs, each with the runs' values: settings that all have, settings that only some have, and
-    the environment (versions, code, data, machine and precision).
+    """The differences between runs, each with the runs' values: of settings that all have, of those that only some have,
+    and of the environment (versions, code, data, machine and precision).
 
     A chosen option counts as a setting, as does the command; where output goes does not.
     """
@@ -145,7 +145,7 @@ def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, A
 
 
 def _rank(each: Apart) -> tuple[bool, float, str]:
-    """Where a figure stands in a list: the important ones first, then those that are furthest apart."""
+    """Sort key of a figure: the important ones come first, then those that are furthest apart."""
     return not each.name.startswith(IMPORTANT), -each.size, each.name
 
 
