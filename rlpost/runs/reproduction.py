@@ -89,8 +89,8 @@ def parts_of(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
 
 
 def differences(records: Sequence[RunRecord]) -> dict[str, dict[str, list[str]]]:
-    """The differences between runs, each with the runs' values: of settings that all have, of those that only some have,
-    and of the environment (versions, code, data, machine and precision).
+    """The differences between runs, each with the runs' values: settings that all of them have, settings that only some
+    have, and the environment (versions, code, data, machine and precision).
 
     A chosen option counts as a setting, as does the command; where output goes does not.
     """
