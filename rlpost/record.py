@@ -166,8 +166,8 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
 def metrics_row(line: str) -> dict[str, Any] | None:
     """One line of metrics.jsonl, with None for numbers that are not finite; None for an incomplete line."""
     try:
-        row = json.loads(line, parse_float=_finite, parse_int=_whole, parse_constant=lambda nan: None)
-    except (ValueError, RecursionError):
+        row = json.loads(line, parse_constant=lambda nan: None)
+    except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
@@ -210,9 +210,8 @@ def has_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
-    """A figure of a metrics row; None if it is missing or was not finite."""
-    value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """A figure of a metrics row; None if it is missing or was not finite when it was recorded."""
+    return row.get(key)
 
 
 def interval(row: Mapping[str, Any], key: str = "eval/accuracy_lenient") -> Interval | None:
@@ -287,16 +286,24 @@ def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[HeldOu
     return [HeldOut(name, key, interval(before, key), interval(after, key)) for name, key in named]
 
 
+def prompts_of(found: Sequence[HeldOut]) -> int | None:
+    """How many prompts held-out figures were measured on; None if that is not known, or if rows were measured."""
+    figures = [figure for each in found if each.key not in OF_ROWS for figure in (each.after, each.before) if figure]
+    return figures[0].prompts if figures else None
+
+
+def held_out_lines(found: Sequence[HeldOut], prompts: int | None) -> list[str]:
+    """Held-out figures before and after training, one a line, for a page that names the number of `prompts`."""
+    lines = []
+    for each in found:
+        unit = "row" if each.key in OF_ROWS else "prompt"
+        pair = (f.as_text(unit, shown=prompts) if f else "not measured" for f in (each.before, each.after))
+        lines.append(f"{each.name:<18}{'  ->  '.join(pair)}")
+    return [*lines, MEANS_STRICT] if any(each.key == STRICT for each in found) else lines
+
+
 def one_of_each_first(rows: Sequence[R], key: str) -> list[R]:
     """`rows` with the first of each value of `key` in front, otherwise in their order."""
     numbers: dict[Any, int] = {}
     is_first = [numbers.setdefault(row[key], i) == i for i, row in enumerate(rows)]
     return [row for first in (True, False) for row, its in zip(rows, is_first, strict=True) if its is first]
-
-
-def _finite(text: str) -> float | None:
-    return value if math.isfinite(value := float(text)) else None
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if len(text) <= 18 else None

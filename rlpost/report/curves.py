@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from rlpost.errors import ConfigError, DataError
+from rlpost.files import replaced
+from rlpost.imports import require
 from rlpost.record import (
     ACCURACY,
     BEGAN,
@@ -21,6 +27,7 @@ from rlpost.record import (
     number,
 )
 from rlpost.runs.reader import RunRecord, RunState
+from rlpost.text import printable
 
 Row = Mapping[str, Any]
 Points = list[list[float]]  # [step, value], or [step, value, low, high] with the ends of a 95% interval
@@ -98,6 +105,9 @@ WORDS = {  # key of metrics.jsonl -> its name and unit, in the order of the page
     "time/sync": ("weights to the sampler", "s"),
     "time/idle": ("samplers waiting for training", "s"),
 }
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
+DASHES = ("-", "--", "-.", ":")
 ONCE = ("time/load", "time/eval")  # not of every step: the table of the time has them
 NOT_DRAWN = ("step", "eval/prompts", "eval/rows", "eval/tokens", *ONCE)
 OF_FIGURE = ("_low", "_high", "_prompts")  # ends of the keys that belong to a figure of an evaluation
@@ -149,6 +159,12 @@ def words_of_metric(key: str) -> tuple[str, str]:
         held_out = "held-out " if key.startswith("eval/") else ""
         return f"{held_out}reward part {key.rpartition('/')[2]}", ""
     return key, "s" if key.startswith("time/") else ""
+
+
+def title_of(key: str) -> tuple[str, float]:
+    """The title of a metric with its unit, and the size of the unit."""
+    name, unit = words_of_metric(key)[:2]
+    return f"{name} ({unit})" if unit else name, 100.0 if unit == SHARE else 1.0
 
 
 def story_keys(runs: Sequence[RunRecord], held_out: Iterable[str]) -> list[str]:
@@ -207,3 +223,69 @@ def wall_clock(log: str, now: datetime | None = None) -> float:
     if runs and now is not None:
         attempts[-1][1] = now
     return sum((last - first).total_seconds() for first, last in attempts)
+
+
+# The picture of `rlpost runs compare --plot`
+
+
+def draw(records: Sequence[RunRecord], labels: Sequence[str], keys: Sequence[str], file: Path, *, smooth: int) -> None:
+    """Draw a panel for each metric into `file`, with one legend; runs with equal labels look alike.
+
+    Raises ConfigError for a file of another kind, DataError if it cannot be written.
+    """
+    if file.suffix not in PLOT_SUFFIXES:
+        raise ConfigError(f"--plot {file} has no ending that says its format: give {', '.join(PLOT_SUFFIXES)}")
+    if not keys:
+        raise DataError(f"{records[0].folder} has recorded no reward, accuracy or loss yet: wait for its first step")
+    require("matplotlib", "plot", "rlpost runs compare --plot")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [printable(label) for label in dict.fromkeys(labels)]
+    columns = max(1, min(len(names), 40 * len(keys) // (max(map(len, names)) + 8)))
+    size = (3.6 * len(keys), 2.7 + 0.17 * math.ceil(len(names) / columns))  # inches
+    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42}
+    with matplotlib.rc_context({**style, "svg.fonttype": "none"}):  # fonts that stay text
+        figure, panels = pyplot.subplots(1, len(keys), figsize=size, layout="constrained", squeeze=False)
+        for key, axes in zip(keys, panels[0], strict=True):
+            for record, label in zip(records, labels, strict=True):
+                _draw_curve(axes, record, key, _style(names.index(printable(label))), smooth)
+            axes.set_xlabel("step")
+            axes.set_ylabel(title_of(key)[0])
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.grid(alpha=0.25, linewidth=0.5)
+        lines = [pyplot.Line2D([], [], **_style(place)) for place in range(len(names))]
+        legend = figure.legend(lines, ["."] * len(names), loc="outside lower center", ncols=columns, frameon=False)
+        for text, name in zip(legend.get_texts(), names, strict=True):
+            text.set_parse_math(False)  # a name may hold a $
+            text.set_text(name)
+        try:
+            with replaced(file) as making:
+                figure.savefig(making, format=file.suffix[1:], dpi=200)
+        except OSError as error:
+            raise DataError(f"cannot write {file}: {error.strerror or error}; give another place for it") from error
+        finally:
+            pyplot.close(figure)
+
+
+def _style(place: int) -> dict[str, Any]:
+    """The colour and dashes of a run's line; no two runs of 28 have the same."""
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.4}
+
+
+def _draw_curve(axes: Any, record: RunRecord, key: str, style: Mapping[str, Any], smooth: int) -> None:
+    """One run's curve, with the 95% intervals of a held-out figure as a band."""
+    size = title_of(key)[1]
+    steps, values = [s for s, _ in record.points(key)], [size * v for v in record.series(key)]
+    is_held_out = key.startswith("eval/")
+    if smooth > 1 and not is_held_out:
+        axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.7)
+        before, after = (smooth - 1) // 2, smooth // 2
+        values = [fmean(values[max(0, i - before) : i + after + 1]) for i in range(len(values))]
+    axes.plot(steps, values, **style, marker="o" if is_held_out or len(steps) == 1 else "", markersize=3)
+    found = [(step, f) for step, f in record.intervals(key) if f.low is not None]
+    ends = [(step, size * (f.low or 0.0), size * (f.high or 0.0)) for step, f in found]
+    if ends:
+        axes.fill_between(*zip(*ends, strict=True), color=style["color"], alpha=0.15, linewidth=0)

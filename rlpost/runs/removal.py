@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from rlpost.config import paths
 from rlpost.errors import CheckpointError
@@ -36,6 +37,16 @@ class Removal:
     path: Path
     rule: Rule
     bytes: int
+
+    @property
+    def removed(self) -> Path:
+        """The path that goes: that of the state alone where the model of a checkpoint stays."""
+        return self.path / paths.STATE_FOLDER if self.rule is Rule.state else self.path
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        named = {"rule": self.rule.name, "why": self.rule.value, "bytes": self.bytes}
+        return {"run": str(self.run), "path": str(self.path), **named}
 
 
 def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[Removal]:
