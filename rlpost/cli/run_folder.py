@@ -15,7 +15,6 @@ from rlpost.catalog import EVAL, Command
 from rlpost.config.paths import (
     RUNS,
     SWEEP_FILE,
-    check_resumable,
     checkpoints,
     is_checkpoint_folder,
     is_run_folder,
@@ -29,6 +28,7 @@ from rlpost.config.schema import as_text, flat
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
 from rlpost.runs.reader import RunRecord, find_run, playable, read_run
+from rlpost.runs.removal import check_resumable
 from rlpost.text import did_you_mean, nearest, shortened
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ The packages are never imported: their files are found by their metadata.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.errors import DataError, MissingExtraError
+from rlpost.files import sha256
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ class Packaged:
                     with part.open("rb") as source:
                         shutil.copyfileobj(source, target)
         if self.sha256:
-            with whole.open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
+            found = sha256(whole)
             if found != self.sha256:
                 raise DataError(
                     f"the files of {', '.join(self.packages)} are damaged (SHA-256 {found[:8]}, not "

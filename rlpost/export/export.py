@@ -29,7 +29,7 @@ from rlpost.export.gguf import STORED, check_covered, read_back, write_gguf
 from rlpost.files import bytes_of, give_mode_of, json_in
 from rlpost.imports import require_peft
 from rlpost.model.load import ends_of, load_model, save_model
-from rlpost.model.locate import locate_model
+from rlpost.model.locate import locate_model, verify_model
 from rlpost.model.lora import adapted_with
 from rlpost.model.tokenizer import load_tokenizer, save_tokenizer, tokenizer_facts
 from rlpost.policies.base import Request
@@ -110,7 +110,7 @@ def export(
     with the checkpoint.
     """
     source = checkpoint / "model"
-    paths.verify_model(source)
+    verify_model(source)
     if to == "adapter":
         require_peft("--to adapter")
     elif to == "gguf":
