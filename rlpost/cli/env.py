@@ -144,13 +144,12 @@ def env_to_test(name: str, overrides: list[str]) -> tuple[EnvSettings, tuple[str
 
     Raises ConfigError for a reward that is missing, or cannot be imported.
     """
-    from rlpost.config.compose import compose, environments_of
+    from rlpost.config.compose import check_scored, compose, environments_of
     from rlpost.rewards.functions import load_rewards
 
     settings = compose(EVAL, [*overrides, f"env={name}"]).settings.env
+    check_scored(settings)
     for each in environments_of(settings):
-        if not each.scores:
-            raise ConfigError("env.reward has no value: give env.reward=...; it takes FILE.py:FUNCTION, or a name")
         load_rewards(each)
     names_split = any(word.startswith("env.split=") for word in overrides)
     return settings, (settings.split,) if names_split else SPLITS

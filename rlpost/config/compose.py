@@ -131,9 +131,8 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     env, sources = own.env, sources_of(own.env) if isinstance(own.env, MixSettings) else []
     _check_environment(env, sources, getattr(own, "tools", ToolsSettings()))
     mixes = bool(sources) and not command.rows
-    needed = "env.reward" not in command.optional or mixes or getattr(own.eval, "accuracy", False)
-    if needed and not all(each.scores for each in environments_of(env)):
-        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name of rlpost config list reward")
+    if "env.reward" not in command.optional or mixes or getattr(own.eval, "accuracy", False):
+        check_scored(env)
     content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
     groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
     yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))
@@ -198,6 +197,12 @@ _composed_sources: dict[tuple[str, ...], list[Source]] = {}  # by their texts, a
 def environments_of(env: EnvSettings) -> list[EnvSettings]:
     """The settings of each source of a mix; for any other environment `env` alone."""
     return [source.settings for source in sources_of(env)] if isinstance(env, MixSettings) else [env]
+
+
+def check_scored(env: EnvSettings) -> None:
+    """Raise ConfigError unless the environment, or each source of a mix, has a reward."""
+    if not all(each.scores for each in environments_of(env)):
+        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name of rlpost config list reward")
 
 
 def sources_of(settings: MixSettings) -> list[Source]:
