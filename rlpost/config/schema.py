@@ -321,7 +321,7 @@ def verb_and_rest(words: Sequence[str]) -> tuple[Command[Any], list[str]]:
     verb, rest = " ".join(words[:count]), list(words[count:])
     if not verb:
         return TRAIN_GRPO, rest
-    names = {name: command for command in COMMANDS for name in (command.verb, command.name)}
+    names = {name: command for command in COMMANDS for name in (command.verb, command.verb.split()[-1])}
     if verb not in names:
         hint = did_you_mean(nearest(verb, names), f"it is {' or '.join(c.verb for c in COMMANDS)}")
         raise ConfigError(f"{verb} has no configuration{hint}")
