@@ -15,9 +15,8 @@ import typer
 
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_model
-from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, saying_stopped, stdout_on_stderr
+from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, saying_stopped, stdout_on_stderr, table
 from rlpost.cli.usage import App
-from rlpost.cli.views import table
 from rlpost.config.paths import RUNS, is_run_folder, resolve_model_path
 from rlpost.config.schema import options
 from rlpost.errors import ConfigError, DataError

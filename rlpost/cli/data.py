@@ -23,7 +23,6 @@ from rlpost.cli.terminal import (
     StatusLine,
     output_width,
     painted,
-    paragraph,
     print_json,
     saying_stopped,
     stdout_on_stderr,
@@ -32,7 +31,7 @@ from rlpost.cli.terminal import (
 from rlpost.cli.usage import OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
-from rlpost.text import counted, printable
+from rlpost.text import counted, paragraph, printable
 
 if TYPE_CHECKING:
     from rlpost.envs.row_report import Piece, Preview

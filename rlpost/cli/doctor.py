@@ -16,9 +16,8 @@ import typer
 from rlpost import __version__
 from rlpost.catalog import TRAIN_DISTILL, TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT
 from rlpost.cli.completion import complete_training
-from rlpost.cli.terminal import GREEN, RED, YELLOW, StatusLine, painted, print_json, stdout_on_stderr
+from rlpost.cli.terminal import GREEN, RED, YELLOW, StatusLine, painted, print_json, stdout_on_stderr, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.cli.views import table
 from rlpost.config.paths import cache_folder
 from rlpost.config.schema import verb_and_rest
 from rlpost.errors import ConfigError

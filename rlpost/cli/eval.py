@@ -25,7 +25,6 @@ from rlpost.cli.terminal import (
     StatusLine,
     output_width,
     painted,
-    paragraph,
     print_json,
     saying_stopped,
     stdout_on_stderr,
@@ -47,7 +46,7 @@ from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded, json_in, slug
 from rlpost.record import one_of_each_first, says_more
 from rlpost.runs.reader import playable, read_run
-from rlpost.text import counted, did_you_mean, nearest, printable
+from rlpost.text import counted, did_you_mean, nearest, paragraph, printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed

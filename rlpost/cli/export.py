@@ -11,10 +11,10 @@ import typer
 from rlpost.cli.completion import complete_run
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import App, AsJson
-from rlpost.config.paths import BEST, LATEST, checkpoints, is_checkpoint_folder
+from rlpost.config.paths import checkpoints
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
-from rlpost.runs.reader import find_run
+from rlpost.runs.reader import find_checkpoint
 from rlpost.text import printable, readable
 
 EXAMPLES = """\
@@ -109,28 +109,6 @@ def export(
         print(printable(f"hub      {address}"))
     shown = str(target) if "/" in str(target) else f"./{target}"  # a word that cannot be taken for a name
     print(printable(f"try it   rlpost chat {shlex.quote(made['file'] or shown)}"))
-
-
-def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
-    """The run folder, and the folder of one of its checkpoints, not a link, for a run's or a checkpoint's name.
-
-    Raises ConfigError if there is no such run or checkpoint.
-    """
-    given = expanded(name)
-    if which is None and is_checkpoint_folder(given):
-        return given.resolve().parent.parent, given.resolve()
-    run = find_run(name)
-    saved = {path.name: path for path in checkpoints(run / "checkpoints")}
-    if not saved:
-        raise ConfigError(f"{run} has no finished checkpoint yet: resume it, or give another run")
-    wanted = list(saved)[-1]
-    if which == BEST:
-        wanted = (run / "checkpoints" / BEST).resolve().name
-    elif which not in (None, LATEST):
-        wanted = f"step-{which.removeprefix('step-').zfill(6)}"
-    if wanted not in saved:
-        raise ConfigError(f"{run} has no checkpoint {which}; it has {', '.join(saved)}")
-    return run, saved[wanted]
 
 
 def dtypes(to: Format, requested: Dtype | None) -> list[Dtype | None]:

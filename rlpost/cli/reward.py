@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,9 +13,8 @@ import typer
 
 from rlpost.catalog import EVAL
 from rlpost.cli.env import tell_starter
-from rlpost.cli.terminal import print_json, print_lines
+from rlpost.cli.terminal import print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.cli.views import table
 from rlpost.settings import OwnRowsSettings
 from rlpost.text import counted, printable
 
@@ -32,7 +31,6 @@ TEST_EXAMPLES = """\
   rlpost reward test number env=gsm8k env.path=data/gsm8k
 """
 FAULTS = 3
-REPLY_SHOWN = 60  # characters
 TIMEOUT_SECONDS = 10.0  # of one reward call, by default
 NO_GOLD = "if no reply is right or wrong (length, style), leave out what compares with a right one: add env.gold=false"
 NO_ANSWERS = "the rows have no answer; if they have, name its column with env.answer_column"
@@ -80,7 +78,7 @@ def attack(
     left_out = [] if planned.has_gold else list(NEED_GOLD)
     counts = {kind: sum(check.verdict.value == kind for check in checks) for kind in STYLES}
     if as_json:
-        results = [{"name": c.name, "verdict": c.verdict.value, "reason": c.reason, "reply": _short(c)} for c in checks]
+        results = [asdict(c) | {"verdict": c.verdict.value, "reply": c.short_reply} for c in checks]
         print_json({"reward": name, "rows": source, "checks": results, "left_out": left_out, **counts})
     else:
         print(printable(f"{name} on {source}\n"))
@@ -147,18 +145,8 @@ def _lines(checks: Sequence[Check]) -> list[str]:
         verdict = check.verdict.value
         rows.append((Text(verdict, STYLES[verdict]), check.name, printable(check.reason)))
         if verdict != "ok" and check.reply is not None:
-            rows.append(("", "", f"reply: {_short(check)}"))
+            rows.append(("", "", f"reply: {check.short_reply}"))
     return table(rows, indent=2)
-
-
-def _short(check: Check) -> str | None:
-    """The reply as a Python string, a long one cut."""
-    reply = check.reply
-    if reply is None:
-        return None
-    if len(reply) <= REPLY_SHOWN:
-        return ascii(reply)
-    return f"{reply[:REPLY_SHOWN]!a}... ({len(reply)} characters)"
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> di
     """
     command = command or next((c for c in COMMANDS if _has(c, name)), TRAIN_GRPO)
     merged = merge_all(command, words)
-    owners = schema.all_keys(command).get(name, [])
+    _, owners = schema.all_keys(command).get(name, (None, []))
     is_open = name.partition(".")[0] not in {override.key for override in merged.given}
     if owners and is_open and name not in {key.name for key in merged.keys}:
         words = [*words, owners[0]]
@@ -58,9 +58,9 @@ def search(word: str) -> list[dict[str, str]]:
         return []
     found: dict[str, dict[str, str]] = {}
     for command in COMMANDS:
-        for name, (_, meaning) in schema.meanings(command).items():
-            if word.lower() in f"{name} {meaning}".lower():
-                found.setdefault(name, {"key": name, "meaning": meaning, "of": _owners_of(name)})
+        for name, (key, _) in schema.all_keys(command).items():
+            if word.lower() in f"{name} {key.about}".lower():
+                found.setdefault(name, {"key": name, "meaning": key.about, "of": _owners_of(name)})
     return sorted(found.values(), key=lambda row: word.lower() not in row["key"])
 
 
@@ -110,7 +110,7 @@ def _owners_of(name: str) -> str:
     """The verbs that have a key, and the options that it belongs to unless every option of its group has it."""
     having = [command for command in COMMANDS if name in schema.all_keys(command)]
     group = name.partition(".")[0]
-    options = list(dict.fromkeys(option for command in having for option in schema.all_keys(command)[name]))
+    options = list(dict.fromkeys(option for command in having for option in schema.all_keys(command)[name][1]))
     rows = {f"{group}={row}" for command in having for row in schema.classes_of(command, group)}
     verbs = "rlpost " + ", ".join(command.verb for command in having)
     return f"{verbs}; of {', '.join(options)}" if options and {*options} != rows else verbs

@@ -80,7 +80,7 @@ class Vocabulary:
         if key in self.choices:
             return self._option(key, given.text)
         if key in owners:
-            return key if key in self.keys else f"{NOT_HERE}it belongs to {' and '.join(owners[key])}"
+            return key if key in self.keys else f"{NOT_HERE}it belongs to {' and '.join(owners[key][1])}"
         parts = key.lower().replace("-", "_").split(".")
         ends = [".".join(parts[i:]) for i in range(len(parts))]  # actor.optim.lr, optim.lr, lr
         table, names = answers("settings"), [*self.names, "recipe"]

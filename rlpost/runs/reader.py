@@ -435,6 +435,28 @@ def find_run(name: str | None) -> Path:
     raise ConfigError(f"there is no run {name}{did_you_mean(nearest(name, names), 'see rlpost runs list')}")
 
 
+def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
+    """The run folder, and the folder of one of its checkpoints, not a link, for a run's or a checkpoint's name.
+
+    Raises ConfigError if there is no such run or checkpoint.
+    """
+    given = expanded(name)
+    if which is None and paths.is_checkpoint_folder(given):
+        return given.resolve().parent.parent, given.resolve()
+    run = find_run(name)
+    saved = {path.name: path for path in paths.checkpoints(run / "checkpoints")}
+    if not saved:
+        raise ConfigError(f"{run} has no finished checkpoint yet: resume it, or give another run")
+    wanted = list(saved)[-1]
+    if which == paths.BEST:
+        wanted = (run / "checkpoints" / paths.BEST).resolve().name
+    elif which not in (None, paths.LATEST):
+        wanted = f"step-{which.removeprefix('step-').zfill(6)}"
+    if wanted not in saved:
+        raise ConfigError(f"{run} has no checkpoint {which}; it has {', '.join(saved)}")
+    return run, saved[wanted]
+
+
 def find_sweep(name: str) -> Path | None:
     """The folder of the sweep of this name or path; None if there is none."""
     return next((folder for folder in places(name) if (folder / paths.SWEEP_FILE).is_file()), None)
