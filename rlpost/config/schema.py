@@ -155,10 +155,13 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-@cache
 def built_in_folder(name: str) -> Path:
     """rlpost's own `conf` or `recipes`: inside the wheel, or at the root of an editable checkout."""
-    package = Path(rlpost.__file__).parent
+    return _inside(Path(rlpost.__file__).parent, name)
+
+
+@cache  # it is asked for with every option and setting
+def _inside(package: Path, name: str) -> Path:
     for folder in (package / "_builtin" / name, package.parent / name):
         if folder.is_dir():
             return folder.resolve()

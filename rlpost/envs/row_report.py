@@ -16,7 +16,6 @@ from rlpost.data.faults import SHOWN, BadRows, FormatError
 from rlpost.data.formats import ANSWER, CHOSEN, PAIR_COLUMNS, RowReader, Wanted, chosen_column, is_preference, not_used
 from rlpost.data.rendering import template_name
 from rlpost.data.rows import Row
-from rlpost.envs.build import build_env
 from rlpost.envs.row_checks import PromptRows
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import OwnRowsSettings, SFTSettings
@@ -239,6 +238,8 @@ def preview_rows(settings: SFTSettings, tokenizer: Any, count: int, row: int | N
 
     Raises ConfigError if no row has that number.
     """
+    from rlpost.envs.build import build_env  # it imports torch, which the report does without
+
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
     rows = env.demonstrated()
     stream = env.demonstrations() if rows is None else rows.in_turn()
