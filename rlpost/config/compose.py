@@ -162,7 +162,7 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     if unknown := [o for o in overrides if o in wrong or o.key not in (*choices, *keys, *left_open)]:
         from rlpost.config.unknown import Vocabulary
 
-        raise Vocabulary(command, keys, choices).refusal(unknown)
+        raise Vocabulary(command, choices).refusal(unknown)
     _leave_empty(config, command.optional)
     texts = [
         f"{o.key}={o.text if o.key in choices else schema.as_text(_set(config, keys[o.key], o))}" for o in overrides

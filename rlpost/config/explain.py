@@ -49,7 +49,7 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> di
         return _row(keys[name], merged) | more | typed
     if any(key.startswith(f"{name}.") for key in keys):
         return _group(name, merged) | typed
-    raise Vocabulary(command, keys, merged.choices).refusal([Override(name, "")])
+    raise Vocabulary(command, merged.choices).refusal([Override(name, "")])
 
 
 def search(word: str) -> list[dict[str, str]]:
