@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -94,6 +95,26 @@ def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[A
     except OSError as error:
         log.warning("%s cannot be written (%s): %s each time", file, error, making)
     return read(content)
+
+
+def made_once(final: Path, proof: str, make: Callable[[Path], None]) -> Path:
+    """The folder `final` of the cache; without its file `proof`, `make` fills a folder that takes its place."""
+    if (final / proof).is_file():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
+            making = Path(scratch) / final.name
+            make(making)
+            try:
+                os.rename(making, final)
+            except OSError:  # another process was first, or an incomplete folder lies there
+                if not (final / proof).is_file():
+                    shutil.rmtree(final)
+                    os.rename(making, final)
+    except OSError as error:
+        raise DataError(f"cannot write the cache {final}: {error}; set XDG_CACHE_HOME to a writable folder") from error
+    return final
 
 
 def locked(file: IO[str], *, shared: bool = False) -> bool:

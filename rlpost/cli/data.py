@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -35,7 +35,7 @@ from rlpost.text import counted, paragraph, printable
 
 if TYPE_CHECKING:
     from rlpost.envs.row_report import Piece, Preview
-    from rlpost.settings import DatasetSettings, ModelSettings
+    from rlpost.settings import DatasetSettings
 
 PREVIEW_EXAMPLES = """\
   rlpost data preview
@@ -83,9 +83,9 @@ def preview(
 
     settings = compose(TRAIN_SFT, overrides or []).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
-        from rlpost.envs.row_report import preview_rows
+        from rlpost.envs.row_report import preview_rows, tokenizer_of
 
-        found = preview_rows(settings, _tokenizer_of(settings.model), rows, row)
+        found = preview_rows(settings, tokenizer_of(settings.model), rows, row)
     if as_json:
         print_json(found.as_dict())
     else:
@@ -107,9 +107,9 @@ def report(
     path = path.removeprefix("env.path=")  # as one types it for other verbs
     settings = compose(TRAIN_SFT, ["env=dataset", f"env.path={path}", *(overrides or [])]).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
-        from rlpost.envs.row_report import report_rows
+        from rlpost.envs.row_report import report_rows, tokenizer_of
 
-        found = report_rows(cast("DatasetSettings", settings.env), _tokenizer_of(settings.model))
+        found = report_rows(cast("DatasetSettings", settings.env), tokenizer_of(settings.model))
     if as_json:
         print_json(found.as_dict())
     else:
@@ -222,26 +222,10 @@ def preview_lines(preview: Preview, max_bad_share: float) -> list[str]:
     for line in bad.lines():
         lines += _in_red(f"  {line}")
     if bad.count:
-        lines += _wrapped(f"--row {row_number(bad.found[0].where)} shows the first of them")
+        lines += _wrapped(f"--row {bad.found[0].where.rpartition(' ')[2]} shows the first of them")
     if bad.share > max_bad_share:
         lines += _wrapped(f"more than max_bad_share={max_bad_share:g} are bad: rlpost train sft would refuse them")
     return lines + (_wrapped(preview.not_used) if preview.not_used else [])
-
-
-def row_number(where: str) -> str:
-    """The row's number, as its file counts, from its place."""
-    return where.rpartition(" ")[2]
-
-
-def _tokenizer_of(model: ModelSettings) -> Any:
-    """The tokenizer of a model, opened the quick way where that gives the same one."""
-    from rlpost.model.tokenizer import load_tokenizer, tokenizer_from_file
-
-    if (tokenizer := tokenizer_from_file(model)) is not None:
-        return tokenizer
-    from rlpost.model.locate import locate_tokenizer
-
-    return load_tokenizer(locate_tokenizer(model.path, model.revision), model)
 
 
 def _marked(pieces: Sequence[Piece]) -> list[str]:

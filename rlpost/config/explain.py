@@ -237,18 +237,10 @@ def _starter(merged: Merged[Any], code: set[str]) -> str:
         active = key.name in given or key.name in _LIKELY
         text = f"{key.name}: {MISSING if value == MISSING else _yaml_text(_as_json(value))}"
         text = text if active and value != MISSING and key.name not in code else f"# {text}"
-        remarks = ["needs a value" * (value == MISSING), _where(key, code), " | ".join(key.choices), key.doc]
+        beside = key.runs and (f"in a file {key.runs.beside} alone" if key.runs.beside else "on the command line only")
+        remarks = ["needs a value" if value == MISSING else "", beside, " | ".join(key.choices), key.doc]
         lines.append(f"{text.ljust(_VALUE_COLUMN)}  # {'; '.join(filter(None, remarks))}")
     return "\n".join(lines) + "\n"
-
-
-def _where(key: schema.Key, code: set[str]) -> str:
-    """The places where a key may be set, if some of its values run code."""
-    if key.name in code:
-        return "on the command line only, since it names code"
-    if key.runs is None:
-        return ""
-    return f"in a file {key.runs.beside} alone" if key.runs.beside else "on the command line only"
 
 
 def _yaml_text(value: Any) -> str:

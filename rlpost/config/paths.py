@@ -8,15 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from rlpost.config.packaged import PACKAGED
 from rlpost.errors import ConfigError, DataError
-from rlpost.files import MANIFEST, expanded, json_in, paths_in
+from rlpost.files import expanded, json_in, paths_in
 from rlpost.settings.base import BUILT_IN_REWARDS, REWARDS
 from rlpost.text import did_you_mean, nearest, one_typo_away, shortened
 
@@ -46,27 +44,6 @@ def cache_folder() -> Path:
     """The folder of rlpost's caches on this machine; `XDG_CACHE_HOME` moves it."""
     root = os.environ.get("XDG_CACHE_HOME")
     return expanded(root or "~/.cache") / "rlpost"
-
-
-def made_once(kind: str, name: str, proof: str, make: Callable[[Path], None]) -> Path:
-    """The folder `kind`/`name` of the cache; without its file `proof`, `make` fills a folder that takes its place."""
-    final = cache_folder() / kind / name
-    if (final / proof).is_file():
-        return final
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
-            making = Path(scratch) / name
-            make(making)
-            try:
-                os.rename(making, final)
-            except OSError:  # another process was first, or an incomplete folder lies there
-                if not (final / proof).is_file():
-                    shutil.rmtree(final)
-                    os.rename(making, final)
-    except OSError as error:
-        raise DataError(f"cannot write the cache {final}: {error}; set XDG_CACHE_HOME to a writable folder") from error
-    return final
 
 
 def folder_of_packaged(path: str) -> Path:
@@ -116,43 +93,6 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
-def never_began(run: Path) -> bool:
-    """Whether a run ended before it measured or saved anything."""
-    metrics = run / "metrics.jsonl"
-    return not (run / "checkpoints").exists() and not (metrics.is_file() and metrics.stat().st_size)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in `folder`, in the order of their steps."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """`folder` itself if it is a complete checkpoint, else the last checkpoint of the run in it, or None."""
-    if (folder / MANIFEST).is_file():
-        return folder
-    return next(reversed(checkpoints(folder / "checkpoints")), None)
-
-
-def unfinished_saves(folder: Path) -> list[Path]:
-    """Unfinished saves among the checkpoints in `folder`, left by processes that died."""
-    return sorted(folder.glob(".step-*.incomplete"))
-
-
-def passed_over(run: Path) -> list[Path]:
-    """Incomplete checkpoints of a run that are newer than its newest complete one."""
-    folder = run / "checkpoints"
-    whole = checkpoints(folder)
-    named = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path not in whole]
-    return sorted((path for path in named if not whole or step_of(path) > step_of(whole[-1])), key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 # Paths that settings name
 
 
@@ -195,18 +135,6 @@ def resolve_model_path(path: str, key: str = "model.path") -> str:
 def as_model(run: Path) -> str:
     """A run as a value of `model=`, which needs a slash."""
     return str(run) if "/" in str(run) else f"./{run}"
-
-
-def run_of_model(path: str) -> Path | None:
-    """The run of a `model.path` that is a run, a checkpoint or a part of one; None for any other model."""
-    folder = expanded(path)
-    if is_run_folder(folder):
-        return folder
-    whole = folder.resolve()
-    run = next((each.parent.parent for each in (whole, whole.parent) if each.parent.name == "checkpoints"), None)
-    if run is None or not is_run_folder(run):
-        return None
-    return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
 
 
 def adapter_base(folder: Path) -> str:

@@ -58,7 +58,7 @@ class Key:
 
     @property
     def about(self) -> str:
-        """What it means, or its type where nothing says so."""
+        """The meaning of the setting, or its type where nothing says so."""
         return self.doc or self.type_name
 
     @property

@@ -18,11 +18,22 @@ from rlpost.data.rendering import template_name
 from rlpost.data.rows import Row
 from rlpost.envs.row_checks import PromptRows
 from rlpost.errors import ConfigError, DataError
-from rlpost.settings import OwnRowsSettings, SFTSettings
+from rlpost.settings import ModelSettings, OwnRowsSettings, SFTSettings
 from rlpost.text import counted
 
 TOKENISED = 2000  # rows whose lengths are counted in tokens, spread over the file
 SHOWN_DUPLICATES = 5
+
+
+def tokenizer_of(model: ModelSettings) -> Any:
+    """The tokenizer of a model, opened the quick way where that gives the same one."""
+    from rlpost.model.tokenizer import load_tokenizer, tokenizer_from_file
+
+    if (tokenizer := tokenizer_from_file(model)) is not None:
+        return tokenizer
+    from rlpost.model.locate import locate_tokenizer
+
+    return load_tokenizer(locate_tokenizer(model.path, model.revision), model)
 
 
 def report_rows(settings: OwnRowsSettings, tokenizer: Any) -> RowReport:

@@ -94,6 +94,28 @@ class Readings:
     top: list[torch.Tensor]
 
 
+def export_in_turn(
+    run: Path,
+    checkpoint: Path,
+    to: str,
+    targets: Sequence[tuple[str | None, Path]],
+    doing: Callable[[str], None],
+    note: Callable[[str], None],
+) -> tuple[dict[str, Any], Path]:
+    """`export` in the first of `targets`, dtypes with their folders, that agrees with the checkpoint; and its folder.
+
+    Raises DisagreementError if none does.
+    """
+    for number, (dtype, target) in enumerate(targets, start=1):
+        try:
+            return export(run, checkpoint, to, dtype, target, doing), target
+        except DisagreementError as error:
+            if number == len(targets):
+                raise
+            note(f"{error}; trying {targets[number][0]}")
+    raise AssertionError("no target")
+
+
 def export(
     run: Path,
     checkpoint: Path,

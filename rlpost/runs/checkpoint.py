@@ -33,6 +33,7 @@ from rlpost.files import MANIFEST, check_listed, give_mode_of, json_in, read_man
 from rlpost.model.optim import restore_optimizer
 from rlpost.model.weights import SavedWeights, is_sharded
 from rlpost.record import PRECISION
+from rlpost.runs.reader import checkpoints, step_of, unfinished_saves
 from rlpost.runs.removal import ADVICE, check_resumable, keep_the_model_alone, keeps_the_model_alone
 from rlpost.text import inline
 
@@ -70,7 +71,7 @@ def save_checkpoint(
     final = folder / f"step-{step:06d}"
     making, aside = folder / f".{final.name}.incomplete", folder / f".{final.name}.before.incomplete"
     try:
-        for left_by_a_crash in paths.unfinished_saves(folder):
+        for left_by_a_crash in unfinished_saves(folder):
             shutil.rmtree(left_by_a_crash)
         (making / "state").mkdir(parents=True)
         parts = {"adapter": write_adapter, MOMENTS: write_moments, paths.REFERENCE: write_reference}
@@ -168,8 +169,8 @@ def verify(path: Path) -> None:
 
 def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
     """Remove the checkpoints of later steps, point `latest` at the last one left, and return the removed ones."""
-    kept = [path for path in paths.checkpoints(folder) if paths.step_of(path) <= step]
-    dropped = [path for path in paths.checkpoints(folder) if paths.step_of(path) > step]
+    kept = [path for path in checkpoints(folder) if step_of(path) <= step]
+    dropped = [path for path in checkpoints(folder) if step_of(path) > step]
     if dropped:
         if kept:
             _point(folder, paths.LATEST, kept[-1].name)
@@ -182,7 +183,7 @@ def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
 
 def point_best(folder: Path, step: int | None) -> bool:
     """Point the link `best` at the checkpoint of `step`; without that checkpoint remove the link and return False."""
-    found = next((path for path in paths.checkpoints(folder) if paths.step_of(path) == step), None)
+    found = next((path for path in checkpoints(folder) if step_of(path) == step), None)
     if found is None:
         _take_away(folder / paths.BEST)
         return False
@@ -208,15 +209,13 @@ def _remove_old(folder: Path, keep_last: int, every: int, step: int, spared: Col
     The checkpoint of the step before goes too, unless that step is a multiple of `every`. Those left, except
     the one of `step`, keep the model alone.
     """
-    saved = paths.checkpoints(folder)
-    superseded = [
-        old for old in saved if paths.step_of(old) == step - 1 and not (every and paths.step_of(old) % every == 0)
-    ]
+    saved = checkpoints(folder)
+    superseded = [old for old in saved if step_of(old) == step - 1 and not (every and step_of(old) % every == 0)]
     for old in {*saved[:-keep_last], *superseded}:
-        if paths.step_of(old) not in {step, *spared}:
+        if step_of(old) not in {step, *spared}:
             shutil.rmtree(old)
-    for older in paths.checkpoints(folder):
-        if paths.step_of(older) != step:
+    for older in checkpoints(folder):
+        if step_of(older) != step:
             with contextlib.suppress(CheckpointError):  # reading a damaged checkpoint reports it
                 keep_the_model_alone(older)
 

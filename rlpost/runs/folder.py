@@ -25,7 +25,7 @@ from tensordict import TensorDictBase
 
 from rlpost import __version__
 from rlpost.config.code import code_files
-from rlpost.config.paths import HELD_OUT, newest_checkpoint, passed_over, unfinished_saves
+from rlpost.config.paths import HELD_OUT
 from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError, RlpostError
 from rlpost.files import MANIFEST, digest_of, expanded, json_in, locked, replaced
 from rlpost.imports import installed_version
@@ -49,6 +49,7 @@ from rlpost.record import (
     read_metrics,
 )
 from rlpost.runs.checkpoint import drop_checkpoints_after, verify
+from rlpost.runs.reader import newest_checkpoint, passed_over, unfinished_saves
 from rlpost.runs.removal import check_resumable
 from rlpost.runs.rollout_table import write_rollouts
 from rlpost.settings.commands import RunRequest

@@ -18,7 +18,7 @@ from pathlib import Path
 from rlpost.config import paths
 from rlpost.errors import CheckpointError
 from rlpost.files import MANIFEST, bytes_of, locked, read_manifest, replaced
-from rlpost.runs.reader import RunState, find_runs, is_running, read_run
+from rlpost.runs.reader import RunState, checkpoints, find_runs, is_running, read_run
 
 STATE, REMOVED_STATE = "state", ".state.removed"  # folders of a checkpoint
 ADVICE = "resume from another one"  # the end of a message about a damaged checkpoint
@@ -76,7 +76,7 @@ def remove(removal: Removal) -> bool:
 def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
     record = read_run(run)
     folder = run / "checkpoints"
-    saved = paths.checkpoints(folder)
+    saved = checkpoints(folder)
     if not record.commands:
         return  # a user's own folder of checkpoints, or a truncated record
     if record.steps_done == 0 and not any(folder.glob("step-*")):

@@ -549,3 +549,23 @@ def _check_template(template: str) -> None:
         raise ConfigError(
             f"env.prompt_template={template!r} has no field such as {{question}}: every prompt would be the same"
         )
+
+
+LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_observation_tokens")  # of conversations
+
+
+@dataclass(frozen=True)
+class Source:
+    """An environment as a part of a mix; no other source has its name."""
+
+    name: str
+    weight: float  # the source's share of the prompts is weight / sum of weights
+    text: str
+    settings: EnvSettings
+
+    def within(self, mix: MixSettings) -> Source:
+        """This source with the split of the mix, unless that is train, and no limit above the mix's."""
+        own = self.settings
+        limits = {key: min(filter(None, (getattr(own, key), getattr(mix, key))), default=None) for key in LIMITS}
+        split = SourceText.of(self.text).given.get("split", "train") if mix.split == "train" else mix.split
+        return replace(self, settings=replace(own, split=split, **limits))

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.config.paths import checkpoints, passed_over, unfinished_saves
 from rlpost.errors import CheckpointError
 from rlpost.model.locate import verify_model
 from rlpost.runs.checkpoint import (
@@ -26,6 +25,7 @@ from rlpost.runs.checkpoint import (
     save_checkpoint,
     verify,
 )
+from rlpost.runs.reader import checkpoints, passed_over, unfinished_saves
 from rlpost.runs.removal import bytes_of_state, keep_the_model_alone
 from tests.test_files import recorded
 
