@@ -66,7 +66,7 @@ def install_gemma(site: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 def test_parts_are_joined_in_their_order(install_gemma: Install, tmp_path: Path) -> None:
     assert joined(install_gemma(b"0123456789"), tmp_path).read_bytes() == b"0123456789"
-    assert (tmp_path / "g.gguf").is_file()
+    assert (tmp_path / "whole.gguf").is_file()
 
 
 def test_one_whole_file_is_not_copied(install_gemma: Install, site: Path, tmp_path: Path) -> None:
