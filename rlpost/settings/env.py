@@ -122,9 +122,7 @@ class ListedSettings(EnvSettings):
     """Settings of environments whose tasks are listed once: the rows of files, or the tasks of a package."""
 
     held_out: float = doc(0.1, "share of the rows kept for test if test has no file of its own", 0.0, 1.0)
-    long_prompts: LongPrompts = doc(
-        LongPrompts.error, "what to do with rows whose prompts are too long, before training"
-    )
+    long_prompts: LongPrompts = doc(LongPrompts.error, "what to do with rows whose prompts are too long")
     pass_rates: str | None = doc(None, "file of rlpost data measure: how often a model answers each prompt right")
     min_pass_rate: float = doc(0.0, "train only on prompts answered right at least this often", 0.0, 1.0)
     max_pass_rate: float = doc(1.0, "train only on prompts answered right at most this often", 0.0, 1.0)
@@ -215,9 +213,7 @@ class DatasetSettings(OwnRowsSettings):
     (`messages`, or `conversations` with from and value), a prompt and a completion, or plain `text`.
     """
 
-    completion_column: str | None = doc(
-        None, "a demonstration's reply to its prompt; null: completion, if rows have it"
-    )
+    completion_column: str | None = doc(None, "a demonstration's reply; null: completion, if rows have it")
     gold: bool | None = doc(
         None, "whether a reply is right or wrong (false: length, style); null: if rows have an answer"
     )
