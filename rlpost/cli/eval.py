@@ -25,29 +25,19 @@ from rlpost.cli.terminal import (
     StatusLine,
     output_width,
     painted,
-    paragraph,
     print_json,
     saying_stopped,
     stdout_on_stderr,
 )
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
 from rlpost.cli.views import age, completion_block, table
-from rlpost.config.paths import (
-    EVALS,
-    HELD_OUT,
-    RESULT,
-    SAMPLES,
-    SWEEP_FILE,
-    evaluation_names,
-    resolve_model_path,
-    run_of_model,
-)
+from rlpost.config.paths import EVALS, HELD_OUT, RESULT, SAMPLES, SWEEP_FILE, evaluation_names, resolve_model_path
 from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded, json_in, slug
 from rlpost.record import one_of_each_first, says_more
-from rlpost.runs.reader import playable, read_run
-from rlpost.text import counted, did_you_mean, nearest, printable
+from rlpost.runs.reader import playable, read_run, run_of_model
+from rlpost.text import counted, did_you_mean, nearest, paragraph, printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed

@@ -12,23 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import EVAL, Command
-from rlpost.config.paths import (
-    RUNS,
-    SWEEP_FILE,
-    check_resumable,
-    checkpoints,
-    is_checkpoint_folder,
-    is_run_folder,
-    never_began,
-    newest_checkpoint,
-    resolve_model_path,
-    run_of_model,
-    step_of,
-)
+from rlpost.config.paths import RUNS, SWEEP_FILE, is_checkpoint_folder, is_run_folder, resolve_model_path
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
-from rlpost.runs.reader import RunRecord, find_run, playable, read_run
+from rlpost.runs.reader import (
+    RunRecord,
+    checkpoints,
+    find_run,
+    never_began,
+    newest_checkpoint,
+    playable,
+    read_run,
+    run_of_model,
+    step_of,
+)
+from rlpost.runs.removal import check_resumable
 from rlpost.text import did_you_mean, nearest, shortened
 
 if TYPE_CHECKING:

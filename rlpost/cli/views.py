@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, output_width, painted, paragraph, takes_colour
+from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, output_width, painted, table
 from rlpost.files import bytes_of
 from rlpost.record import (
     ENDED_EARLY,
@@ -23,15 +22,13 @@ from rlpost.record import (
     prompts_of,
 )
 from rlpost.runs.reader import RunRecord, RunState
-from rlpost.text import counted, printable, readable
+from rlpost.text import counted, paragraph, printable, readable
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from rlpost.evaluation.sweeps import SweepResult
 
-WHOLE = 100_000  # columns of a table that nothing cuts
-NARROWEST = 5  # columns of a cell that is cut, at least
 UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
 ENDS = {
@@ -53,42 +50,6 @@ COURSES = (  # label -> the metric, its scale, unit and digits
 )
 WIDEST_TEXT = 120  # columns: longer lines are hard to read
 PROMPT_LINES, COMPLETION_LINES = 8, 16  # lines of one completion, unless it is shown in full
-
-
-def table(
-    rows: Sequence[Sequence[str | Text]],
-    width: int | None = None,
-    *,
-    right: Collection[int] = (),
-    cuttable: Sequence[int] = (),
-    indent: int = 0,
-    heading: bool = False,
-) -> list[str]:
-    """Rows of equal length as lines with aligned columns, of at most `width` columns of the terminal.
-
-    Columns of `right` are right-aligned; with `heading` the first row is dim. Where the table is too wide, its gaps
-    are narrowed, then the columns of `cuttable` cut, in this order.
-    """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    texts = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
-    widths = [max(text.cell_len for text in column) for column in zip(*texts, strict=True)]
-    room = WHOLE if width is None else width - indent
-    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= room else 1
-    for i in cuttable:
-        excess = max(0, sum(widths) + gap * (len(widths) - 1) - room)
-        widths[i] -= min(excess, max(0, widths[i] - NARROWEST))
-    grid = Table(box=None, show_header=False, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
-    for i, each in enumerate(widths):
-        grid.add_column(width=each, justify="right" if i in right else "left", no_wrap=True, overflow="ellipsis")
-    for i, row in enumerate(texts):
-        grid.add_row(*row, style="dim" if heading and i == 0 else None)
-    lines = io.StringIO()
-    colours = "standard" if takes_colour(sys.stdout) else None
-    Console(file=lines, width=WHOLE, force_terminal=colours is not None, color_system=colours).print(grid)
-    return [f"{' ' * indent}{line}".rstrip() for line in lines.getvalue().splitlines()]
 
 
 # Runs

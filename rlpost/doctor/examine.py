@@ -21,7 +21,7 @@ from rlpost.data.chat import ChatMask
 from rlpost.data.encoding import Encoder
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.dataset import DatasetEnv
-from rlpost.envs.proof import cases_of, prove
+from rlpost.envs.proof import attack_of, prove
 from rlpost.errors import DataError, RlpostError
 from rlpost.estimate.needs import Machine, needs_of
 from rlpost.estimate.shape import shape_of_folder, shape_of_model
@@ -32,7 +32,7 @@ from rlpost.model.precision import this_device
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.record import Fact
 from rlpost.remote import cluster
-from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
+from rlpost.rewards.attacks import NEED_GOLD, Verdict, attack_reward, failing_alike
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
 from rlpost.settings import (
@@ -268,10 +268,8 @@ def _own_rewards(env: DatasetChatEnv) -> list[WorkerReward]:
 
 def _attack(findings: Findings, env: Any, reward: WorkerReward) -> bool:
     """Does the reward pay for bad replies? Returns whether it scores at all."""
-    about, cases = f"reward {reward.reference}", cases_of(env, ROWS)
-    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
-    seconds = min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
-    checks = attack_reward(Attack(reward, cases, columns, seconds, env.has_gold))
+    about, seconds = f"reward {reward.reference}", min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
+    checks = attack_reward(attack_of(reward, env, ROWS, seconds))
     failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
     advice = f"rlpost reward test {reward.reference} shows the replies"
     if any(check.name in NEED_GOLD for check in failing):

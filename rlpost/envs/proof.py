@@ -17,7 +17,8 @@ from rlpost.envs.base import EnvBase
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import DataError
-from rlpost.rewards.attacks import STAND_IN, Case
+from rlpost.rewards.attacks import STAND_IN, Attack, Case
+from rlpost.rewards.functions import WorkerReward
 
 MOST_TURNS = 100  # that repeat a single reply
 
@@ -125,6 +126,13 @@ def cases_of(env: DatasetChatEnv, count: int) -> list[Case]:
     if not cases:
         raise DataError(f"{type(env).__name__} has no row with a gold answer to attack with")
     return cases
+
+
+def attack_of(reward: WorkerReward, env: DatasetChatEnv, count: int, seconds: float) -> Attack:
+    """The attack on `reward` with the first `count` rows of the environment's split. Raises what `cases_of` raises."""
+    cases = cases_of(env, count)
+    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
+    return Attack(reward, cases, columns, seconds, env.has_gold)
 
 
 def _is_gold(env: EnvBase, played: Conversation) -> bool:

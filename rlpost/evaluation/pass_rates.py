@@ -38,6 +38,14 @@ def rates_of(played: Sequence[Conversation]) -> list[dict[str, Any]]:
     return rates
 
 
+def summary_of(rates: Sequence[Mapping[str, Any]]) -> str:
+    """How many of the prompts were never, sometimes and always answered right."""
+    shares = [each["pass_rate"] for each in rates]
+    never, always = shares.count(0), shares.count(1)
+    between = len(shares) - never - always
+    return f"{counted(len(shares), 'prompt')}: {never:,} never right, {between:,} sometimes, {always:,} always"
+
+
 def write_rates(file: Path, rates: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> None:
     """Write `rates`, one JSON object a line, below a line that records how they were `measured`."""
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -22,12 +22,11 @@ from typing import Any
 
 from rlpost.config import paths
 from rlpost.config.packaged import PACKAGED
-from rlpost.config.paths import made_once
 from rlpost.data.chat import end_of_turn
 from rlpost.data.template_choice import VARIABLES_KEY, with_choice
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.estimate.shape import folder_here
-from rlpost.files import digest_of, remembered
+from rlpost.files import digest_of, made_once, remembered
 from rlpost.imports import installed_version
 from rlpost.settings import ModelSettings
 from rlpost.settings.model import template_variables
@@ -127,7 +126,11 @@ def engine_folder(folder: Path) -> Path:
     if not tokenizer_facts(folder).rebuilt:
         return folder
     name = digest_of(tokenizer_files(folder))
-    return made_once("tokenizers", name, _CONFIG, lambda making: save_tokenizer(open_tokenizer(folder), making))
+    return made_once(
+        paths.cache_folder() / "tokenizers" / name,
+        _CONFIG,
+        lambda making: save_tokenizer(open_tokenizer(folder), making),
+    )
 
 
 # Before anything is loaded

@@ -25,9 +25,9 @@ from tensordict import TensorDictBase
 
 from rlpost import __version__
 from rlpost.config.code import code_files
-from rlpost.config.paths import HELD_OUT, MANIFEST, check_resumable, newest_checkpoint, passed_over, unfinished_saves
+from rlpost.config.paths import HELD_OUT
 from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError, RlpostError
-from rlpost.files import digest_of, expanded, json_in, locked, replaced
+from rlpost.files import MANIFEST, digest_of, expanded, json_in, locked, replaced
 from rlpost.imports import installed_version
 from rlpost.model.packing import Row
 from rlpost.record import (
@@ -49,6 +49,8 @@ from rlpost.record import (
     read_metrics,
 )
 from rlpost.runs.checkpoint import drop_checkpoints_after, verify
+from rlpost.runs.reader import newest_checkpoint, passed_over, unfinished_saves
+from rlpost.runs.removal import check_resumable
 from rlpost.runs.rollout_table import write_rollouts
 from rlpost.settings.commands import RunRequest
 from rlpost.text import PrintableFormatter

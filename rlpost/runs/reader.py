@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.config import paths
 from rlpost.errors import ConfigError
-from rlpost.files import bytes_of, expanded, locked, slug
+from rlpost.files import MANIFEST, bytes_of, expanded, locked, slug
 from rlpost.record import (
     ACCURACY,
     BEGAN,
@@ -201,7 +201,7 @@ class RunRecord:
     @property
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, in the order of their steps."""
-        return paths.checkpoints(self.folder / "checkpoints")
+        return checkpoints(self.folder / "checkpoints")
 
     @property
     def to_go_on(self) -> str:
@@ -394,7 +394,7 @@ def playable(run: Path) -> Path | None:
     None where learning from pairs began from no run.
     """
     while (its := read_run(run)).command is not None and getattr(its.command.settings, "learns_from_pairs", False):
-        earlier = paths.run_of_model(str(its.part("model").get("path", "")))
+        earlier = run_of_model(str(its.part("model").get("path", "")))
         if earlier is None:
             return None
         run = earlier
@@ -475,6 +475,28 @@ def run_at(name: str) -> Path | None:
     return next((folder for folder in places(name) if paths.is_run_folder(folder)), None)
 
 
+def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
+    """The run folder, and the folder of one of its checkpoints, not a link, for a run's or a checkpoint's name.
+
+    Raises ConfigError if there is no such run or checkpoint.
+    """
+    given = expanded(name)
+    if which is None and paths.is_checkpoint_folder(given):
+        return given.resolve().parent.parent, given.resolve()
+    run = find_run(name)
+    saved = {path.name: path for path in checkpoints(run / "checkpoints")}
+    if not saved:
+        raise ConfigError(f"{run} has no finished checkpoint yet: resume it, or give another run")
+    wanted = list(saved)[-1]
+    if which == paths.BEST:
+        wanted = (run / "checkpoints" / paths.BEST).resolve().name
+    elif which not in (None, paths.LATEST):
+        wanted = f"step-{which.removeprefix('step-').zfill(6)}"
+    if wanted not in saved:
+        raise ConfigError(f"{run} has no checkpoint {which}; it has {', '.join(saved)}")
+    return run, saved[wanted]
+
+
 def find_sweep(name: str) -> Path | None:
     """The folder of the sweep of this name or path; None if there is none."""
     return next((folder for folder in places(name) if (folder / paths.SWEEP_FILE).is_file()), None)
@@ -487,6 +509,58 @@ def runs_of(names: Sequence[str]) -> list[Path]:
         sweep = find_sweep(name)
         found += (sweep and _runs_of_sweep(sweep)) or [find_run(name)]
     return list(dict.fromkeys(found))
+
+
+# The checkpoints of a run
+
+
+def never_began(run: Path) -> bool:
+    """Whether a run ended before it measured or saved anything."""
+    metrics = run / "metrics.jsonl"
+    return not (run / "checkpoints").exists() and not (metrics.is_file() and metrics.stat().st_size)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, in the order of their steps."""
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """`folder` itself if it is a complete checkpoint, else the last checkpoint of the run in it, or None."""
+    if (folder / MANIFEST).is_file():
+        return folder
+    return next(reversed(checkpoints(folder / "checkpoints")), None)
+
+
+def unfinished_saves(folder: Path) -> list[Path]:
+    """Unfinished saves among the checkpoints in `folder`, left by processes that died."""
+    return sorted(folder.glob(".step-*.incomplete"))
+
+
+def passed_over(run: Path) -> list[Path]:
+    """Incomplete checkpoints of a run that are newer than its newest complete one."""
+    folder = run / "checkpoints"
+    whole = checkpoints(folder)
+    named = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path not in whole]
+    return sorted((path for path in named if not whole or step_of(path) > step_of(whole[-1])), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def run_of_model(path: str) -> Path | None:
+    """The run of a `model.path` that is a run, a checkpoint or a part of one; None for any other model."""
+    folder = expanded(path)
+    if paths.is_run_folder(folder):
+        return folder
+    whole = folder.resolve()
+    run = next((each.parent.parent for each in (whole, whole.parent) if each.parent.name == "checkpoints"), None)
+    if run is None or not paths.is_run_folder(run):
+        return None
+    return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
 
 
 # Reading a folder

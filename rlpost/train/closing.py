@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rlpost import record
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
+from rlpost.config.paths import BEST, as_model
 from rlpost.evaluation.comparison import compare
 from rlpost.evaluation.saved import held_out_table, read_evaluation
 from rlpost.evaluation.statistics import FEWEST_DIFFERING
-from rlpost.runs.reader import evaluation_words, read_run
+from rlpost.runs.reader import evaluation_words, newest_checkpoint, read_run, step_of
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted
 from rlpost.train.progress import Closing, Progress, decisive

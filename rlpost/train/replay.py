@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from rlpost.config.paths import step_of
 from rlpost.config.schema import flat
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
@@ -31,7 +30,7 @@ from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective
 from rlpost.record import PRECISION
 from rlpost.runs.checkpoint import verify
-from rlpost.runs.reader import RunRecord
+from rlpost.runs.reader import RunRecord, step_of
 from rlpost.settings import Autocast, ExpertIterationSettings, GRPOSettings, SamplerCorrection
 from rlpost.text import shortened
 from rlpost.train import expert_iteration, grpo

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlpost.cli import views
-from rlpost.config.paths import MANIFEST
+from rlpost.files import MANIFEST
 from rlpost.record import BEGAN, FAILED, STOPPED
 from tests.command_line import CommandLine
 from tests.run_folders import add_checkpoint, evaluation, make_run, step_row, verdict
