@@ -14,7 +14,6 @@ from decimal import Decimal
 from typing import Any
 
 from rlpost.data.datasets import Reader, good_rows, leaves_none, local_sources
-from rlpost.data.demonstrations import Demonstration
 from rlpost.data.faults import BadRows, FormatError
 from rlpost.data.formats import ANSWER_COLUMNS, RowReader, Wanted
 from rlpost.data.order import held_out_of
@@ -38,7 +37,6 @@ class Look:
     unused: Mapping[str, int] = field(default_factory=Counter)
     counts: Mapping[str, int] = field(default_factory=dict)  # of the good rows of each split, where all were examined
     bad: int = 0
-    longest: Demonstration | None = None  # the user's row with the longest prompt, in characters
 
 
 def look_at_rows(
@@ -62,7 +60,6 @@ def look_at_rows(
     unused: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     whole, faults = True, 0
-    longest: tuple[int, Demonstration | None] = (0, None)
     for split in splits:
         reader = reader_of(settings, demonstrated=demonstrated, paired=paired)
         if reader is None:
@@ -77,8 +74,6 @@ def look_at_rows(
             for _, row, prompt in good_rows(source, reader, bad, min(limit or MOST_ROWS, MOST_ROWS)):
                 columns |= dict.fromkeys(map(str, row))
                 prompts.append(prompt)
-                if len(prompt) > longest[0] and isinstance(reader, RowReader):
-                    longest = len(prompt), reader.read("", row)
             if bad.share > (max_bad_share or 0.0):
                 raise bad.error(source.name, max_bad_share)
             if not bad.total and not source.partial:
@@ -94,7 +89,7 @@ def look_at_rows(
             faults += len(bad.found) if split == settings.split else 0
         if isinstance(reader, RowReader) and split == settings.split:
             unused = reader.unused
-    return Look(list(columns) if whole else None, unused, counts if whole else {}, faults, longest[1])
+    return Look(list(columns) if whole else None, unused, counts if whole else {}, faults)
 
 
 def reader_of(settings: EnvSettings, *, demonstrated: bool, paired: bool) -> Reader | None:

@@ -66,7 +66,7 @@ except SystemExit:
 
 
 def test_training_is_given_the_settings_and_the_request(training: types.SimpleNamespace) -> None:
-    arguments = ["train", "grpo", "env=gsm8k", "steps=3", "--seed", "7", "--name", "first"]
+    arguments = ["train", "grpo", "env=gsm8k", "steps=3", "seed=7", "--name", "first"]
     assert run(arguments) == 0
     assert (training.settings.steps, training.settings.seed) == (3, 7)
     assert training.request == RunRequest(
