@@ -14,7 +14,7 @@ import typer
 
 from rlpost.catalog import COMMANDS, Command, S
 from rlpost.cli.completion import complete_training
-from rlpost.cli.plan import compose_and_check, plan, resolved
+from rlpost.cli.plan import compose_and_check, plan
 from rlpost.cli.run_folder import choose_folder, run_to_resume
 from rlpost.cli.terminal import StatusLine, print_error, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson
@@ -44,7 +44,6 @@ Out = Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder it
 Name = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run; its folder is runs/NAME.")]
 Resume = Annotated[str | None, typer.Option(metavar="auto|latest|PATH", help=RESUME_HELP)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the settings, say what would run, stop.")]
-Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration as YAML, stop.")]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)]
 Plain = Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a live screen.")]
 
@@ -61,13 +60,12 @@ def add_verb(command: Command[Any]) -> None:
         name: Name = None,
         resume: Resume = None,
         dry_run: DryRun = False,
-        cfg: Cfg = False,
         multirun: Multirun = False,
         as_json: AsJson = False,
         plain: Plain = False,
     ) -> None:
         if ranks_started() > 1 and os.environ.get("RANK", "0") != "0":  # rank 0 has the settings and the terminal
-            if multirun or cfg or dry_run:
+            if multirun or dry_run:
                 raise typer.Exit
             from rlpost.train.several_ranks import follow
 
@@ -76,14 +74,9 @@ def add_verb(command: Command[Any]) -> None:
         if multirun:
             from rlpost.cli.sweep import SweepOptions, sweep
 
-            options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
+            options = SweepOptions(out, name, resume, dry_run, as_json)
             raise typer.Exit(sweep(command, words, typed, options))
         composed, folder = resolve(command, words, typed, out, name, resume, as_json=as_json)
-        if cfg:
-            shown = resolved(composed)[0]
-            print_json(shown.as_dict()) if as_json else print(shown.yaml, end="")
-            return
-        folder = choose_folder(out, name, resume, composed.stem) if folder is None else folder
         if dry_run:
             planned = plan(composed, folder, resume)
             print_json(planned.as_dict()) if as_json else print("\n".join(planned.lines()))
@@ -120,8 +113,8 @@ def resolve(
     resume: str | None,
     *,
     as_json: bool,
-) -> tuple[Composed[Any], Path | None]:
-    """The settings, including the kept ones of a resumed run, and the run if only the settings could name it."""
+) -> tuple[Composed[Any], Path]:
+    """The settings, including the kept ones of a resumed run, and the folder of the run."""
     run = named = kept = None
     if resume is not None:
         run = run_to_resume(out, name, resume)
@@ -134,7 +127,7 @@ def resolve(
         print(printable(composed.environment_note), file=sys.stderr)
     if changed := check_kept(composed, run, kept):
         print(printable(f"going on with other settings: {'; '.join(changed)}"), file=sys.stderr)
-    return composed, named
+    return composed, named or choose_folder(out, name, resume, composed.stem)
 
 
 def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:

@@ -88,7 +88,6 @@ BAD = """
     train grpo -m seed=0,1 group_size=3 minibatch_size=4
     train grpo -m policy=transformers,scripted cluster.sharding=full cluster.trainer_ranks=2
     train grpo -m steps=3
-    train grpo -m seed=0,1 --cfg
     train grpo -m seed=0,1 --resume runs/x
     train grpo -m seed=0,1 --name a/b
     train grpo optim.lr=1e-5,2e-5
