@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,10 +54,6 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--dry-run --json`."""
         composed, needs = self.composed, self.seen.needs
-        fetches = [
-            {"id": each.id, "bytes": each.bytes, "cached": str(each.cached) if each.cached else None}
-            for each in self.seen.fetches
-        ]
         return {
             "command": composed.command.verb,
             "folder": str(self.folder),
@@ -66,7 +62,7 @@ class Plan:
             "overrides": composed.overrides,
             "settings": composed.as_dict(),
             "facts": [fact._asdict() for fact in self.facts if fact.value],
-            "fetches": fetches,
+            "fetches": [asdict(each) for each in self.seen.fetches],
             "estimate": needs.as_dict() if needs is not None else None,
             "notes": self.notes,
         }
