@@ -65,10 +65,11 @@ def choose_by_pass_rate(env: DatasetChatEnv, settings: EnvSettings) -> str | Non
     """
     reports = []
     for part in env.parts:
-        its: Any = part.source_settings or settings
-        if getattr(its, "pass_rates", None) is not None:
+        names = ("pass_rates", "min_pass_rate", "max_pass_rate")
+        path, low, high = (getattr(part.source_settings or settings, name, None) for name in names)
+        if path is not None and low is not None and high is not None:
             prompts = ((part.where(n), part.opening_messages(row)) for n, row in enumerate(part.rows))
-            out, report = _left_out(prompts, its.pass_rates, its.min_pass_rate, its.max_pass_rate)
+            out, report = _left_out(prompts, path, low, high)
             reports.append(report)
             if out:
                 part.drop_rows(out, report)

@@ -1,4 +1,4 @@
-"""What goes on from a run: the settings that a resumed or repeated run keeps, and the environment of a run's model.
+"""The settings that a resumed or repeated run keeps, and the environment of the run that a model comes from.
 
 A run folder may be anybody's, so nothing of it names code: the words given now have to name it again.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlpost.config.compose import Composed
     from rlpost.config.overrides import Override
 
-RESUME_WORDS = ("auto", "latest")  # values of --resume that are no path
+RESUME_WORDS = ("auto", "latest")  # values of --resume other than a path
 EARLIER_DEFAULTS = {"loss.kl_estimator": "k3"}  # a run that began with one of them keeps it
 NOT_PLAYED = {  # settings that choose among a run's training prompts: an evaluation does not keep them
     "env.split",
@@ -66,7 +66,7 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
         check_resumable(found)
     record = read_run(run)
     is_of_another = record.verb not in (None, command.verb)
-    if never_began(run) and (is_of_another or not _says_what_was_asked(run)):
+    if never_began(run) and (is_of_another or not _has_overrides(run)):
         return None
     if is_of_another:
         raise ConfigError(f"--resume: {run} is a run of rlpost {record.verb}, not of rlpost {command.verb}")
@@ -79,7 +79,7 @@ def recorded_settings(run: Path, words: Sequence[str], caller: str) -> list[Over
     Raises CheckpointError if overrides.txt is missing, and ConfigError, which begins with `caller`, for code that the
     words do not name again.
     """
-    if not _says_what_was_asked(run):
+    if not _has_overrides(run):
         raise CheckpointError(
             f"{run}/overrides.txt is missing, so nothing says what the run was asked: give another --name to begin one"
         )
@@ -125,7 +125,7 @@ def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] |
     return [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if old != new]
 
 
-def _says_what_was_asked(run: Path) -> bool:
+def _has_overrides(run: Path) -> bool:
     return (run / "overrides.txt").is_file()
 
 
@@ -139,7 +139,7 @@ def _is_there(model_path: str) -> bool:
 
 
 def _without_code(words: Sequence[str], run: Path, given: Container[str]) -> tuple[list[Override], list[str]]:
-    """Those of a run's words that are no code, as overrides; and the words of code whose keys are not `given`."""
+    """A run's words as overrides, without code; and the words of code whose keys are not `given`."""
     from rlpost.config.code import choices_in, is_code
     from rlpost.config.overrides import Override
 
@@ -263,7 +263,7 @@ def _about(record: RunRecord) -> str:
 
 
 def training_of(run: Path) -> str:
-    """What `run` was trained on, in words."""
+    """The environment that `run` was trained on, in words."""
     began, record = playable(run), read_run(run)
     if began not in (run, None):
         return f"learned from pairs; the environment is that of {began}"
