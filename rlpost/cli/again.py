@@ -15,13 +15,14 @@ import typer
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, Command
 from rlpost.cli.completion import complete_replayed, complete_run
 from rlpost.cli.plan import compose_and_check, resolved
-from rlpost.cli.run_folder import choose_folder, recorded_settings
+from rlpost.cli.run_folder import choose_folder
 from rlpost.cli.terminal import DIM, StatusLine, painted, print_json, stdout_on_stderr
 from rlpost.cli.train import Name, Out, Plain, load_training
 from rlpost.cli.usage import App, AsJson
 from rlpost.cli.views import table
 from rlpost.errors import ConfigError
 from rlpost.record import CODE, DATA, PRECISION
+from rlpost.runs.kept import recorded_settings
 from rlpost.runs.reader import RunRecord, code_of, find_run, read_run
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted, did_you_mean, nearest, paragraph, printable

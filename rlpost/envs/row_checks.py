@@ -14,7 +14,6 @@ from decimal import Decimal
 from typing import Any
 
 from rlpost.data.datasets import Reader, good_rows, local_sources, located_rows
-from rlpost.data.demonstrations import Demonstration
 from rlpost.data.faults import BadRows, FormatError
 from rlpost.data.formats import ANSWER_COLUMNS, RowReader, Wanted
 from rlpost.data.rows import Row, missing, present, text_in
@@ -35,7 +34,6 @@ class Look:
     unused: Mapping[str, int] = field(default_factory=Counter)
     counts: Mapping[str, int] = field(default_factory=dict)  # of the good rows of each split, where all were examined
     bad: int = 0
-    longest: Demonstration | None = None  # the user's row with the longest prompt, in characters
 
 
 def look_at_rows(
@@ -60,15 +58,10 @@ def look_at_rows(
     counts: dict[str, int] = {}
     unused: Counter[str] = Counter()
     whole, faults = True, 0
-    longest: tuple[str, Row] = ("", {})  # prompt and row
 
     def examined(row: Row) -> str:
-        nonlocal longest
-        prompt = reader(row)
         columns.update(dict.fromkeys(map(str, row)))
-        if len(prompt) > len(longest[0]):
-            longest = prompt, row
-        return prompt
+        return reader(row)
 
     for split in splits:
         given, key = (str(test_path), "env.test_path") if test_path and split == "test" else (path, "env.path")
@@ -96,13 +89,7 @@ def look_at_rows(
         if split == settings.split:
             faults = rows.bad.count
             unused = Counter(reader.unused) if isinstance(reader, RowReader) else Counter()
-    return Look(
-        columns=list(columns) if whole else None,
-        unused=unused,
-        counts=counts if whole else {},
-        bad=faults,
-        longest=reader.read("", longest[1]) if isinstance(reader, RowReader) and longest[0] else None,
-    )
+    return Look(list(columns) if whole else None, unused, counts if whole else {}, faults)
 
 
 def reader_of(settings: EnvSettings, *, demonstrated: bool, paired: bool) -> Reader | None:

@@ -223,8 +223,6 @@ def _usage(folder: Path, made: Made) -> str:
         ]
     elif made.to == "gguf":
         file = next(folder.glob("*.gguf")).name
-        from_file = f", gguf_file={file!r}"
-        code = python(imports=_TRANSFORMERS, options=from_file, tokenizer=f'"MODEL"{from_file}')
         make = f"echo {shlex.quote(f'FROM ./{file}')} > Modelfile\nollama create trained -f Modelfile"
         ways = [
             (
@@ -233,7 +231,6 @@ def _usage(folder: Path, made: Made) -> str:
                 f"llama-cli -m {shlex.quote(file)} -cnv",
             ),
             ("With Ollama", "sh", f"{make}\nollama run trained"),
-            (f"With transformers {model}, which unpacks the weights", "python", code),
         ]
     else:
         place = f"MODEL/{TOKENIZER}" if (folder / TOKENIZER).is_dir() else "MODEL"

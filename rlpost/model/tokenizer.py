@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -189,20 +189,6 @@ def tokenizer_from_file(settings: ModelSettings) -> Any | None:
     from transformers import PreTrainedTokenizerFast
 
     return _with_template(PreTrainedTokenizerFast.from_pretrained(folder), folder, settings)
-
-
-def tokens_of(texts: Iterable[str], settings: ModelSettings) -> int | None:
-    """How many tokens `texts` have in all, no chat template around them; None where `tokenizer_from_file` gives None.
-
-    Loads the `tokenizers` library alone.
-    """
-    facts, folder = facts_of_model(settings), _folder_of(settings)
-    if facts is None or folder is None or not facts.plain:
-        return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / _FILE))
-    return sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
 
 
 def _folder_of(settings: ModelSettings, adapter: str | None = None) -> Path | None:

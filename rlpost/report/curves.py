@@ -1,4 +1,4 @@
-"""The curves of a report: their names in words, the ones left out because they say nothing, and where the time went."""
+"""The curves of a report: their points, the ones left out because they say nothing, and where the time went."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.files import replaced
 from rlpost.imports import require
 from rlpost.record import (
-    ACCURACY,
     BEGAN,
     FAILED,
     FINISHED,
-    LOSS,
-    MARGIN,
-    PAIR_ACCURACY,
-    REWARD,
+    METRICS,
     STOPPED,
-    STRICT,
+    Metric,
     number,
 )
 from rlpost.runs.reader import RunRecord, RunState
@@ -34,77 +30,6 @@ Points = list[list[float]]  # [step, value], or [step, value, low, high] with th
 NOISE = 1e-9  # share of a curve's largest value below which a value is rounding noise
 ZERO = 1e-12  # below it a whole curve is
 LEAST_SECONDS = 1e-3  # of a phase that is listed
-SHARE = "%"
-WORDS = {  # key of metrics.jsonl -> its name and unit, in the order of the page
-    "reward/mean": ("reward of the step's completions", ""),
-    "accuracy/lenient": ("accuracy of the step's completions", SHARE),
-    "accuracy/strict": ("strict accuracy of the step's completions", SHARE),
-    "loss/sft": ("training loss per token", ""),
-    "loss/dpo": ("training loss per pair", ""),
-    "loss/distill": ("distillation loss per token", ""),
-    ACCURACY: ("held-out accuracy", SHARE),
-    STRICT: ("held-out strict accuracy", SHARE),
-    REWARD: ("held-out reward", ""),
-    LOSS: ("held-out loss", ""),
-    PAIR_ACCURACY: ("held-out pairs whose chosen reply is preferred", SHARE),
-    MARGIN: ("held-out reward margin", ""),
-    "pair_accuracy": ("pairs whose chosen reply is preferred", SHARE),
-    "reward_margin": ("reward margin, chosen minus rejected", ""),
-    "rewards/chosen": ("implicit reward of chosen replies", ""),
-    "rewards/rejected": ("implicit reward of rejected replies", ""),
-    "reward/std": ("standard deviation of the rewards", ""),
-    "reward/failed": ("completions whose reward failed", ""),
-    "reward/mean_drawn": ("reward of all completions drawn", ""),
-    "reward/kl_penalty": ("KL penalty in the reward", ""),
-    "groups/zero_std": ("groups with equal rewards, which teach nothing", SHARE),
-    "selected/share": ("completions good enough to train on", SHARE),
-    "selected/reward_mean": ("reward of the selected completions", ""),
-    "completion/tokens_mean": ("tokens of a completion", ""),
-    "completion/truncated": ("completions truncated at the limit", SHARE),
-    "eval/tokens_mean": ("tokens of a held-out completion", ""),
-    "eval/truncated": ("held-out completions truncated at the limit", SHARE),
-    "eval/failed": ("held-out completions whose reward failed", ""),
-    "turns/mean": ("turns of a conversation", ""),
-    "turns/ran_out": ("conversations that ran out of turns", SHARE),
-    "tools/calls_mean": ("tool calls of a completion", ""),
-    "tools/errors_mean": ("failed tool calls of a completion", ""),
-    "loss/policy": ("policy loss", ""),
-    "loss/kl": ("KL term of the loss", ""),
-    "loss/entropy": ("entropy term of the loss", ""),
-    "entropy": ("entropy of the policy, nats a token", ""),
-    "kl/ref": ("distance from the reference model, nats a token", ""),
-    "kl/teacher": ("distance from the teacher, nats a token", ""),
-    "kl/sampler": ("distance of sampler and trainer (KL), nats a token", ""),
-    "sampler/logprob_gap": ("difference of sampler and trainer in log-prob, nats a token", ""),
-    "sampler/ess": ("effective sample against the sampler", SHARE),
-    "sampler/cut": ("tokens whose sampler weight is bounded", SHARE),
-    "ess": ("effective sample of the update", SHARE),
-    "ratio/clip_fraction": ("tokens whose policy ratio the loss clips", SHARE),
-    "ratio/clip_low": ("tokens clipped at the lower bound", SHARE),
-    "ratio/clip_high": ("tokens clipped at the upper bound", SHARE),
-    "grad_norm": ("norm of the gradient, before clipping", ""),
-    "lr": ("learning rate", ""),
-    "epoch": ("passes over the rows", ""),
-    "policy/version": ("weight updates when the completions were sampled", ""),
-    "policy/lag_mean": ("weight updates between sampling and training", ""),
-    "policy/lag_max": ("most weight updates between sampling and training", ""),
-    "groups/drawn": ("groups sampled", ""),
-    "groups/dropped": ("groups left out", ""),
-    "groups/evicted": ("groups evicted, since the run began", ""),
-    "buffer/dropped_by_age": ("groups dropped by age, since the run began", ""),
-    "tokens/generated": ("tokens generated", ""),
-    "tokens/read": ("tokens read", ""),
-    "tokens/trained": ("tokens trained on", ""),
-    "memory/peak_gb": ("peak memory", "GB"),
-    "memory/host_gb": ("peak memory of the machine", "GB"),
-    "time/step": ("time of a step", "s"),
-    "time/rollout": ("sampling completions", "s"),
-    "time/reward": ("rewards", "s"),
-    "time/wait": ("waiting for completions", "s"),
-    "time/train": ("training", "s"),
-    "time/sync": ("weights to the sampler", "s"),
-    "time/idle": ("samplers waiting for training", "s"),
-}
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
 DASHES = ("-", "--", "-.", ":")
@@ -123,11 +48,11 @@ def curves_of(runs: Sequence[RunRecord], story: Sequence[str]) -> tuple[list[dic
     """
     points = [points_of(run.metrics) for run in runs]
     known = list(dict.fromkeys(key for each in points for key in each))
-    order = [*story, *WORDS, *sorted(key for key in known if key not in WORDS)]
+    order = [*story, *METRICS, *sorted(key for key in known if key not in METRICS)]
     shown: list[dict[str, Any]] = []
     left_out: list[str] = []
     for key in dict.fromkeys(key for key in order if key in known):
-        title, unit = words_of_metric(key)
+        title, unit, _ = words_of_metric(key)
         lines = [each.get(key, []) for each in points]
         is_flat = len({point[1] for line in lines for point in line}) < 2
         if key not in story and (is_flat or any(curve["lines"] == lines for curve in shown)):
@@ -151,20 +76,20 @@ def points_of(metrics: Sequence[Row]) -> dict[str, Points]:
     return {key: _without_noise(points) for key, points in curves.items()}
 
 
-def words_of_metric(key: str) -> tuple[str, str]:
-    """The title of a metric and its unit; a reward part has its own name, and any other key stands for itself."""
-    if key in WORDS:
-        return WORDS[key]
+def words_of_metric(key: str) -> Metric:
+    """The words for a metric; a reward part has its own name, and any other key stands for itself."""
+    if key in METRICS:
+        return METRICS[key]
     if key.startswith(("reward/", "eval/reward/")):
         held_out = "held-out " if key.startswith("eval/") else ""
-        return f"{held_out}reward part {key.rpartition('/')[2]}", ""
-    return key, "s" if key.startswith("time/") else ""
+        return Metric(f"{held_out}reward part {key.rpartition('/')[2]}")
+    return Metric(key, "s" if key.startswith("time/") else "")
 
 
 def title_of(key: str) -> tuple[str, float]:
     """The title of a metric with its unit, and the size of the unit."""
     name, unit = words_of_metric(key)[:2]
-    return f"{name} ({unit})" if unit else name, 100.0 if unit == SHARE else 1.0
+    return f"{name} ({unit})" if unit else name, 100.0 if unit == "%" else 1.0
 
 
 def story_keys(runs: Sequence[RunRecord], held_out: Iterable[str]) -> list[str]:
@@ -193,7 +118,7 @@ def time_of(run: RunRecord, log: str) -> list[tuple[str, float]]:
 
     While sampling goes on beside the training, the phases of the steps are the training's own.
     """
-    parts = [(WORDS[f"time/{name}"][0], seconds) for name, seconds in run.phases().items()]
+    parts = [(METRICS[f"time/{name}"].title, seconds) for name, seconds in run.phases().items()]
     of_steps = run.seconds - sum(seconds for _, seconds in parts)
     parts.append(("the rest of the steps" if run.series("time/train") else "training", of_steps))
     loading, evaluating = (sum(run.series(key)) for key in ONCE)

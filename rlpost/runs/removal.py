@@ -46,7 +46,7 @@ class Removal:
     @property
     def removed(self) -> Path:
         """The path that goes: that of the state alone where the model of a checkpoint stays."""
-        return self.path / paths.STATE_FOLDER if self.rule is Rule.state else self.path
+        return self.path / STATE if self.rule is Rule.state else self.path
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
