@@ -124,14 +124,14 @@ def _attack(name: str, words: Sequence[str], rows: int) -> tuple[Attack, str]:
     # what is chosen comes after what is left to choose
     own_rows = ["env=dataset", f"env.reward={name}"] if given.get("env", "dataset") == "dataset" else []
     settings = compose(EVAL, ["env.split=train", *own_rows, *words]).settings.env
-    source = settings.path if isinstance(settings, OwnRowsSettings) else given["env"]
+    shown = settings.path if isinstance(settings, OwnRowsSettings) else given["env"]
     if isinstance(settings, OwnRowsSettings) and "env.held_out" not in given:
         settings.held_out = 0.0  # attack with all rows
     with contextlib.closing(build_env(settings, num_prompts=1, group_size=1, seed=0)) as env:
         attack = attack_of(reward, env, rows, seconds)
     if reward.reference not in BUILT_IN:
-        check_columns(reward, attack.columns, source)
-    return attack, f"{counted(len(attack.cases), 'row')} of {source}, {settings.split} split"
+        check_columns(reward, attack.columns, shown)
+    return attack, f"{counted(len(attack.cases), 'row')} of {shown}, {settings.split} split"
 
 
 def _lines(checks: Sequence[Check]) -> list[str]:
