@@ -32,7 +32,7 @@ from rlpost.model.precision import this_device
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.record import Fact
 from rlpost.remote import cluster
-from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
+from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
 from rlpost.settings import (
@@ -272,7 +272,7 @@ def _attack(findings: Findings, env: Any, reward: WorkerReward) -> bool:
     columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
     seconds = min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
     checks = attack_reward(Attack(reward, cases, columns, seconds, env.has_gold))
-    failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
+    failing = [check for check in checks if check.verdict is not Verdict.ok]
     advice = f"rlpost reward test {reward.reference} shows the replies"
     if any(check.name in NEED_GOLD for check in failing):
         advice += "; if no reply is right or wrong (length, style): add env.gold=false"
