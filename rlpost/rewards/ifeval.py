@@ -48,41 +48,7 @@ _NLTK_PLACES = {
 }
 NEUTRAL = "0"  # says nothing: no word, no letter, no sentence mark
 ENGLISH = "The river runs past the old mill and through the quiet village to the sea."
-
-
-# the same sentence, long enough for its language to be recognised
-SENTENCES = {
-    "ar": "يجري النهر بجانب الطاحونة القديمة ويعبر القرية الهادئة إلى البحر.",
-    "bg": "Реката тече покрай старата воденица и през тихото село към морето.",
-    "bn": "নদীটি পুরনো কলের পাশ দিয়ে এবং শান্ত গ্রামের মধ্য দিয়ে সমুদ্রে যায়।",
-    "de": "Der Fluss fließt an der alten Mühle vorbei und durch das stille Dorf zum Meer.",
-    "en": ENGLISH,
-    "es": "El río pasa junto al viejo molino y atraviesa el tranquilo pueblo hasta el mar.",
-    "fa": "رودخانه از کنار آسیاب قدیمی و از میان روستای آرام به سوی دریا می‌رود.",
-    "fi": "Joki virtaa vanhan myllyn ohi ja hiljaisen kylän läpi mereen.",
-    "fr": "La rivière passe devant le vieux moulin et traverse le village tranquille jusqu'à la mer.",
-    "gu": "નદી જૂની મિલની બાજુમાંથી અને શાંત ગામમાંથી સમુદ્ર તરફ વહે છે.",
-    "he": "הנהר זורם ליד הטחנה הישנה ודרך הכפר השקט אל הים.",
-    "hi": "नदी पुरानी चक्की के पास से और शांत गाँव से होकर समुद्र तक जाती है।",
-    "it": "Il fiume scorre accanto al vecchio mulino e attraversa il villaggio tranquillo fino al mare.",
-    "ja": "川は古い水車小屋のそばを流れ、静かな村を通って海へ向かいます。",
-    "kn": "ನದಿಯು ಹಳೆಯ ಗಿರಣಿಯ ಪಕ್ಕದಲ್ಲಿ ಮತ್ತು ಶಾಂತ ಹಳ್ಳಿಯ ಮೂಲಕ ಸಮುದ್ರಕ್ಕೆ ಹರಿಯುತ್ತದೆ.",
-    "ko": "강은 오래된 방앗간을 지나 조용한 마을을 거쳐 바다로 흐릅니다.",
-    "ml": "നദി പഴയ മില്ലിനടുത്തുകൂടി ശാന്തമായ ഗ്രാമത്തിലൂടെ കടലിലേക്ക് ഒഴുകുന്നു.",
-    "mr": "नदी जुन्या गिरणीजवळून आणि शांत गावातून समुद्राकडे वाहते आहे.",
-    "ne": "नदी पुरानो घट्टको छेउबाट र शान्त गाउँ हुँदै समुद्रतिर बग्छ।",
-    "pa": "ਨਦੀ ਪੁਰਾਣੀ ਚੱਕੀ ਦੇ ਕੋਲੋਂ ਅਤੇ ਸ਼ਾਂਤ ਪਿੰਡ ਵਿੱਚੋਂ ਸਮੁੰਦਰ ਵੱਲ ਵਗਦੀ ਹੈ।",
-    "pl": "Rzeka płynie obok starego młyna i przez cichą wieś do morza.",
-    "pt": "O rio passa pelo velho moinho e atravessa a aldeia tranquila até o mar.",
-    "ru": "Река течёт мимо старой мельницы и через тихую деревню к морю.",
-    "sw": "Mto unapita karibu na kinu cha zamani na kupitia kijiji kimya hadi baharini.",
-    "ta": "நதி பழைய ஆலையைக் கடந்து அமைதியான கிராமத்தின் வழியாகக் கடலுக்குச் செல்கிறது.",
-    "te": "నది పాత మిల్లు పక్కనుండి ప్రశాంతమైన గ్రామం గుండా సముద్రానికి ప్రవహిస్తుంది.",
-    "th": "แม่น้ำไหลผ่านโรงสีเก่าและหมู่บ้านอันเงียบสงบไปสู่ทะเล",
-    "uk": "Річка тече повз старий млин і через тихе село до моря.",
-    "ur": "دریا پرانی چکی کے پاس سے اور خاموش گاؤں سے گزر کر سمندر تک جاتا ہے۔",
-    "vi": "Dòng sông chảy qua cối xay cũ và ngôi làng yên tĩnh để ra biển.",
-}
+GERMAN = "Der Fluss fließt an der alten Mühle vorbei und durch das stille Dorf zum Meer."
 Check = Callable[[str], bool]  # whether a text follows one instruction
 _PROBE = "One sentence, and *another* one. Is this a third?\n\nP.S. The second paragraph ends here."
 _OPENING = threading.RLock()  # the libraries fill tables at first use, and not thread-safely
@@ -434,9 +400,8 @@ def _letters_reply(letter: str, let_frequency: int, let_relation: str) -> Replie
     return _of_count("-" if letter == NEUTRAL else NEUTRAL, letter, let_frequency, let_relation)
 
 
-def _language(language: str) -> Replies | None:
-    other = "de" if language == "en" else "en"
-    return Replies(SENTENCES[language], SENTENCES[other]) if language in SENTENCES else None
+def _language(language: str) -> Replies:
+    return Replies(NEUTRAL, GERMAN if language == "en" else ENGLISH)  # no language is any
 
 
 def _sentences(num_sentences: int, relation: str) -> Replies | None:
