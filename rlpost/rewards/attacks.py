@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,17 +132,19 @@ class Attack:
         batch = _finished(self.cases, [case.gold for case in self.cases])
         return self.reward.call([batch], self.columns, self.seconds, worker)[0]
 
-    def paid(self, name: str, write: Callable[[Case], str], *, least: Verdict = Verdict.fault) -> Check:
-        """A reply that deserves less than the gold one: is it paid as much? `least` is the verdict if so."""
-        replies = [write(case) for case in self.cases]
-        results = self.values(replies)
-        if fault := _fault(name, replies, results):
-            return fault
-        for case, gold, reply, value in zip(self.cases, self.gold, replies, results.values, strict=True):
-            if self.has_gold and value is not None and value >= gold and reply != case.gold:
-                return Check(name, least, f"earns {value:.3g}, the gold reply {gold:.3g} ({case.where})", reply)
-        earned = [value for value in results.values if value is not None]
-        return Check(name, Verdict.ok, f"earns {fmean(earned):.3g} on average" if earned else "is not scored")
+    def paid(self, name: str, *writers: Callable[[Case], str], least: Verdict = Verdict.fault) -> Check:
+        """Replies that deserve less than the gold one: is any paid as much? `least` is the verdict if so."""
+        earned: list[float] = []
+        for write in writers:
+            replies = [write(case) for case in self.cases]
+            results = self.values(replies)
+            if fault := _fault(name, replies, results):
+                return fault
+            for case, gold, reply, value in zip(self.cases, self.gold, replies, results.values, strict=True):
+                if self.has_gold and value is not None and value >= gold and reply != case.gold:
+                    return Check(name, least, f"earns {value:.3g}, the gold reply {gold:.3g} ({case.where})", reply)
+            earned += [value for value in results.values if value is not None]
+        return Check(name, Verdict.ok, f"earns {fmean(earned):.3g} on average" if earned else "there is nothing to try")
 
 
 def _fault(name: str, replies: Sequence[str], results: RowValues, *, none_is_wrong: bool = False) -> Check | None:
@@ -176,16 +178,13 @@ def returns(attack: Attack) -> Check:
 def corrupted(attack: Attack) -> Check:
     """Is a wrong reply paid as a right one?"""
     most = max(len(case.corrupted) for case in attack.cases)
-    if not most:
-        return Check("corrupted", Verdict.ok, "there is no wrong reply to try")
-    return _worst(
-        attack.paid("corrupted", lambda case, n=n: [*case.corrupted, *[case.wrong] * most][n]) for n in range(most)
-    )
+    writers = [lambda case, n=n: [*case.corrupted, *[case.wrong] * most][n] for n in range(most)]
+    return attack.paid("corrupted", *writers)
 
 
 def empty(attack: Attack) -> Check:
     """Is nothing paid?"""
-    return _worst(attack.paid("empty", lambda case, reply=reply: reply) for reply in ("", " \n\t "))
+    return attack.paid("empty", lambda case: "", lambda case: " \n\t ")
 
 
 def prompt_echo(attack: Attack) -> Check:
@@ -204,7 +203,7 @@ def everything(attack: Attack) -> Check:
     def every_answer(case: Case) -> str:
         return "\n".join([*"ABCDEFGH", *dict.fromkeys(c.gold for c in attack.cases), NOBODYS_ANSWER])
 
-    return _worst(attack.paid("everything", write) for write in (every_number, every_answer))
+    return attack.paid("everything", every_number, every_answer)
 
 
 def hidden_in_thinking(attack: Attack) -> Check:
@@ -216,8 +215,8 @@ def hidden_in_thinking(attack: Attack) -> Check:
     def cut(case: Case) -> str:
         return f"<think>Perhaps {case.gold}, or perhaps not"
 
-    tries = ((denied, Verdict.fault), (cut, Verdict.weak))
-    return _worst(attack.paid("hidden in thinking", write, least=least) for write, least in tries)
+    check = attack.paid("hidden in thinking", denied)
+    return attack.paid(check.name, cut, least=Verdict.weak) if check.verdict is Verdict.ok else check
 
 
 def repeated(attack: Attack) -> Check:
@@ -269,8 +268,8 @@ def very_long(attack: Attack) -> Check:
 
 def control_characters(attack: Attack) -> Check:
     """Are replies with NUL, escapes, lone surrogates and turned writing scored?"""
-    replies = (lambda case: ODD, lambda case: f"{ODD}{case.wrong}{ODD}", lambda case: "\ud83d" * 100 + case.wrong)
-    return _worst(attack.paid("control characters", write) for write in replies)
+    writers = (lambda case: ODD, lambda case: f"{ODD}{case.wrong}{ODD}", lambda case: "\ud83d" * 100 + case.wrong)
+    return attack.paid("control characters", *writers)
 
 
 def determinism(attack: Attack) -> Check:
@@ -324,18 +323,6 @@ def latency(attack: Attack) -> Check:
 BREAKING = (returns, values, very_long, control_characters, determinism, latency)
 PAYING = (corrupted, empty, prompt_echo, everything, hidden_in_thinking, repeated, another_form)
 NEED_GOLD = [check.__name__.replace("_", " ") for check in PAYING]  # as they are printed
-
-
-def _worst(checks: Iterable[Check]) -> Check:
-    """The first of those with the gravest verdict; no more are made once one is a fault."""
-    gravest = None
-    for check in checks:
-        if check.verdict is Verdict.fault:
-            return check
-        if gravest is None or (check.verdict is Verdict.weak and gravest.verdict is Verdict.ok):
-            gravest = check
-    assert gravest is not None
-    return gravest
 
 
 # Sums to attack with where no rows are given
