@@ -17,7 +17,8 @@ from rlpost.envs.base import EnvBase
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import DataError
-from rlpost.rewards.attacks import STAND_IN, Case
+from rlpost.rewards.attacks import STAND_IN, Attack, Case
+from rlpost.rewards.functions import WorkerReward
 
 MOST_TURNS = 100  # that repeat a single reply
 
@@ -127,10 +128,17 @@ def cases_of(env: DatasetChatEnv, count: int) -> list[Case]:
     return cases
 
 
+def attack_of(reward: WorkerReward, env: DatasetChatEnv, count: int, seconds: float) -> Attack:
+    """The attack on `reward` with the first `count` rows of the environment's split. Raises what `cases_of` raises."""
+    cases = cases_of(env, count)
+    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
+    return Attack(reward, cases, columns, seconds, env.has_gold)
+
+
 def _is_gold(env: EnvBase, played: Conversation) -> bool:
     if env.max_reward is None:
         return played.valid
-    strict, lenient = _accuracies(played)
+    strict, lenient = played.accuracy_strict, played.accuracy_lenient
     worked = isinstance(env, DatasetEnv)  # an answer with its working is not the number alone
     measured = not env.has_accuracy or (lenient == 1.0 and (strict == 1.0 or worked))
     return played.valid and played.reward == env.max_reward and measured
@@ -141,11 +149,7 @@ def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> boo
         return False
     if env.max_reward is None:
         return best is None or played.reward <= best
-    return played.reward < env.max_reward and not any(_accuracies(played))
-
-
-def _accuracies(played: Conversation) -> tuple[float | None, float | None]:
-    return played.accuracy_strict, played.accuracy_lenient
+    return played.reward < env.max_reward and not (played.accuracy_strict or played.accuracy_lenient)
 
 
 def _marks(played: Conversation) -> str:

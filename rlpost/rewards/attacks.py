@@ -26,6 +26,7 @@ SLOW_LONG_SECONDS = 1.0  # a very long reply that takes longer is not scored in 
 SLOW_ROW_SECONDS = 0.1  # a row that usually takes longer makes steps wait for the reward
 LATENCY_CALLS = 100
 REPEATS = 50
+REPLY_SHOWN = 60  # characters
 LARGEST_NUMBER = 200  # in the list of all numbers
 NOBODYS_ANSWER = "-987654321"
 ODD = "\x00\x1b[J\x07\r\u202e\u2066\ufeff\u200b\ud800\U0001f600e\u0301"  # what no terminal should be sent; no digit
@@ -68,6 +69,13 @@ class Check:
     verdict: Verdict
     reason: str
     reply: str | None = None
+
+    @property
+    def short_reply(self) -> str | None:
+        """The reply as a Python string, a long one cut."""
+        if self.reply is None or len(self.reply) <= REPLY_SHOWN:
+            return None if self.reply is None else ascii(self.reply)
+        return f"{self.reply[:REPLY_SHOWN]!a}... ({len(self.reply)} characters)"
 
 
 # The function and its rows

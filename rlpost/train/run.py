@@ -16,7 +16,6 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
-from rlpost.config.paths import newest_checkpoint, step_of
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
 from rlpost.estimate.machine import ranks_started
 from rlpost.estimate.needs import Machine, Needs, needs_of, share_beside
@@ -38,6 +37,7 @@ from rlpost.policies.base import Policy
 from rlpost.record import Fact
 from rlpost.runs.checkpoint import Saving, kept_precision, load_checkpoint, restore_moments
 from rlpost.runs.folder import RunFolder
+from rlpost.runs.reader import newest_checkpoint, step_of
 from rlpost.screen import Screen
 from rlpost.settings import FineTuningSettings, SampledSettings, TrackerSettings, TrackingSettings, VLLMSettings
 from rlpost.settings.commands import RunRequest

@@ -27,7 +27,7 @@ ALWAYS = {"policy", DAY, LAG, CORRECTION}  # changes that depend on neither devi
 
 
 def shape(option: str) -> Shape:
-    found = shape_of_config(next(model.config for model in HUB_MODELS.values() if model.option == option))
+    found = shape_of_config(HUB_MODELS[compose(TRAIN_GRPO, [f"model={option}"]).settings.model.path].config)
     assert found is not None
     return found
 
