@@ -6,10 +6,6 @@ differently from call to call: the language of a reply is langdetect's, seeded, 
 sign, where the original counts a random letter instead of one that is not a-z. A reply without a recognisable
 language counts as following, as in the original. Nor is a random paragraph taken instead of one beyond the last:
 such an instruction is refused. Nothing here downloads, and nothing is random.
-
-As IFEval has no gold answers, replies made to follow or to break an instruction prove its check. Each breaks it
-loosely too: on one line and without asterisks there is no looser reading, and where more lines are needed none of
-them helps.
 """
 
 from __future__ import annotations
@@ -46,9 +42,6 @@ _NLTK_PLACES = {
     "stopwords": "corpora/stopwords/english",
     "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng/",
 }
-NEUTRAL = "0"  # says nothing: no word, no letter, no sentence mark
-ENGLISH = "The river runs past the old mill and through the quiet village to the sea."
-GERMAN = "Der Fluss fließt an der alten Mühle vorbei und durch das stille Dorf zum Meer."
 Check = Callable[[str], bool]  # whether a text follows one instruction
 _PROBE = "One sentence, and *another* one. Is this a third?\n\nP.S. The second paragraph ends here."
 _OPENING = threading.RLock()  # the libraries fill tables at first use, and not thread-safely
@@ -369,105 +362,6 @@ def _no_downloads() -> Iterator[None]:
         yield
     finally:
         nltk.download = before
-
-
-# Replies made to follow or to break an instruction
-
-
-@dataclass(frozen=True, slots=True)
-class Replies:
-    """One reply that follows an instruction and one that does not (None: every reply follows it, blank ones aside)."""
-
-    following: str
-    breaking: str | None
-
-
-def replies_to(kind: str, arguments: Mapping[str, Any]) -> Replies | None:
-    """Replies to the instruction `kind` with `arguments`, or None where none are known that follow it."""
-    write = _WRITERS.get(kind)
-    return write(**arguments) if write else None
-
-
-def _of_count(less: str, unit: str, count: int, relation: str = "at least") -> Replies | None:
-    """`unit` as often as a relation wants, and the other side of the line; `less` where that is not at all."""
-    enough, too_few = unit * count, unit * (count - 1)
-    if relation == "at least":
-        return Replies(enough.strip() or less, None if count < 1 else too_few.strip() or less)
-    return None if count < 1 else Replies(too_few.strip() or less, enough.strip())
-
-
-def _letters_reply(letter: str, let_frequency: int, let_relation: str) -> Replies | None:
-    return _of_count("-" if letter == NEUTRAL else NEUTRAL, letter, let_frequency, let_relation)
-
-
-def _language(language: str) -> Replies:
-    return Replies(NEUTRAL, GERMAN if language == "en" else ENGLISH)  # no language is any
-
-
-def _sentences(num_sentences: int, relation: str) -> Replies | None:
-    written = _of_count("", "It rained. ", num_sentences, relation)
-    return written if written and written.following else None  # nothing has no sentences, and follows nothing
-
-
-def _paragraphs(num_paragraphs: int) -> Replies:
-    one = "A paragraph."
-    return Replies("\n***\n".join([one] * num_paragraphs), None if num_paragraphs == 1 else one)
-
-
-def _nth_paragraph(num_paragraphs: int, nth_paragraph: int, first_word: str) -> Replies:
-    others = ["Otherwise this is a paragraph."] * num_paragraphs
-    chosen = [*others[: nth_paragraph - 1], f"{first_word} begins it.", *others[nth_paragraph:]]
-    return Replies("\n\n".join(chosen), "\n\n".join(f"Not{first_word} begins it." for _ in others))
-
-
-def _bullets(num_bullets: int) -> Replies:
-    return Replies("\n".join(["* a point"] * num_bullets) or NEUTRAL, NEUTRAL if num_bullets else "- a\n- b\n- c")
-
-
-def _sections(section_spliter: str, num_sections: int) -> Replies:
-    text = "\n".join(f"{section_spliter} {number}\n{ENGLISH}" for number in range(1, num_sections + 1))
-    return Replies(text or NEUTRAL, NEUTRAL if num_sections else None)
-
-
-def _highlights(num_highlights: int) -> Replies | None:
-    return _of_count(NEUTRAL, "*part* ", num_highlights)
-
-
-def _postscript(postscript_marker: str) -> Replies:
-    return Replies(f"{ENGLISH}\n\n{postscript_marker} It is cold.", NEUTRAL)
-
-
-def _capital_words(capital_frequency: int, capital_relation: str) -> Replies | None:
-    return _of_count("word", "WORD ", capital_frequency, capital_relation)
-
-
-_WRITERS: dict[str, Callable[..., Replies | None]] = {
-    "keywords:existence": lambda keywords: Replies(" ".join(keywords), NEUTRAL),
-    "keywords:frequency": lambda keyword, frequency, relation: _of_count(NEUTRAL, f"{keyword} ", frequency, relation),
-    "keywords:forbidden_words": lambda forbidden_words: Replies(NEUTRAL, " ".join(forbidden_words)),
-    "keywords:letter_frequency": _letters_reply,
-    "language:response_language": _language,
-    "length_constraints:number_sentences": _sentences,
-    "length_constraints:number_paragraphs": _paragraphs,
-    "length_constraints:number_words": lambda num_words, relation: _of_count("-", "word ", num_words, relation),
-    "length_constraints:nth_paragraph_first_word": _nth_paragraph,
-    "detectable_content:number_placeholders": lambda num_placeholders: _of_count(NEUTRAL, "[place] ", num_placeholders),
-    "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:constrained_response": lambda: Replies("My answer is maybe.", "My answer is late."),
-    "detectable_format:number_highlighted_sections": _highlights,
-    "detectable_format:multiple_sections": _sections,
-    "detectable_format:json_format": lambda: Replies('```json\n{"level": [1, 2]}\n```', "{level: [1, 2]}"),
-    "detectable_format:title": lambda: Replies(f"<<The River>>\n{ENGLISH}", ENGLISH),
-    "combination:two_responses": lambda: Replies(f"{ENGLISH}\n******\nIt rained.", ENGLISH),
-    "combination:repeat_prompt": lambda prompt_to_repeat: Replies(f"{prompt_to_repeat}\n\n{ENGLISH}", NEUTRAL),
-    "startend:end_checker": lambda end_phrase: Replies(f"{ENGLISH} {end_phrase}", NEUTRAL),
-    "startend:quotation": lambda: Replies(f'"{ENGLISH}"', ENGLISH),
-    "change_case:capital_word_frequency": _capital_words,
-    "change_case:english_capital": lambda: Replies(ENGLISH.upper(), ENGLISH),
-    "change_case:english_lowercase": lambda: Replies(ENGLISH.lower(), ENGLISH),
-    "punctuation:no_comma": lambda: Replies(ENGLISH, f"First, {ENGLISH}"),
-}
 
 
 # The kinds of IFEval that are checked here
