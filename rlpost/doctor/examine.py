@@ -282,9 +282,7 @@ def _prove(findings: Findings, env: DatasetChatEnv) -> None:
     """Do gold replies earn more than corrupted ones?"""
     about = f"gold of {env.source_name}" if env.source_name else "gold"
     if not env.has_gold:
-        findings.ok(
-            about, "no reply is known to be right (no answers in the rows, or env.gold=false): nothing to prove"
-        )
+        findings.ok(about, "no right reply is known (no answers in the rows, or env.gold=false): nothing to prove")
         return
     proof = prove(env, ROWS)
     verdict, *details = (line.strip() for line in proof.lines())
