@@ -39,7 +39,7 @@ from rlpost.remote.process import WorkerProcess
 START_SECONDS = 600.0  # timeout of a process's imports
 STACK_SECONDS = 0.5  # for a late process to write its stack before it is killed
 OUTPUT_KEPT = 2000  # bytes of a call's output
-LONGEST_OUTPUT = 16 << 20  # bytes on the disk, of which the beginning is kept
+LONGEST_OUTPUT = 16 << 20  # bytes on the disk; a longer output is shortened to its beginning
 LOOK_SECONDS = 0.2  # between two looks at the length of the output
 LONGEST_STACK = 1 << 20  # bytes
 MEMORY_BYTES = 4 << 30  # enough for sympy and NumPy; a number of a billion digits fails instead of filling the machine
