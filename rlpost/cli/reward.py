@@ -75,7 +75,7 @@ def attack(
     with _quiet():
         planned, source = _attack(name, words, rows)
         checks = attack_reward(planned)
-    left_out = [] if planned.has_gold else list(NEED_GOLD)
+    left_out = [] if planned.has_gold else NEED_GOLD
     counts = {kind: sum(check.verdict.value == kind for check in checks) for kind in STYLES}
     if as_json:
         results = [asdict(c) | {"verdict": c.verdict.value, "reply": c.short_reply} for c in checks]
@@ -135,13 +135,11 @@ def _attack(name: str, words: Sequence[str], rows: int) -> tuple[Attack, str]:
 
 
 def _lines(checks: Sequence[Check]) -> list[str]:
-    """Each check on a line, a failed one with its reply below; checks that fail alike share a line."""
+    """Each check on a line, a failed one with its reply below."""
     from rich.text import Text
 
-    from rlpost.rewards.attacks import failing_alike
-
     rows: list[tuple[str | Text, str, str]] = []
-    for check in failing_alike(checks):
+    for check in checks:
         verdict = check.verdict.value
         rows.append((Text(verdict, STYLES[verdict]), check.name, printable(check.reason)))
         if verdict != "ok" and check.reply is not None:

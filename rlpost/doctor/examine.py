@@ -32,7 +32,7 @@ from rlpost.model.precision import this_device
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.record import Fact
 from rlpost.remote import cluster
-from rlpost.rewards.attacks import NEED_GOLD, Verdict, attack_reward, failing_alike
+from rlpost.rewards.attacks import NEED_GOLD, Verdict, attack_reward
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
 from rlpost.settings import (
@@ -265,7 +265,7 @@ def _attack(findings: Findings, env: Any, reward: WorkerReward) -> bool:
     """Does the reward pay for bad replies? Returns whether it scores at all."""
     about, seconds = f"reward {reward.reference}", min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
     checks = attack_reward(attack_of(reward, env, ROWS, seconds))
-    failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
+    failing = [check for check in checks if check.verdict is not Verdict.ok]
     advice = f"rlpost reward test {reward.reference} shows the replies"
     if any(check.name in NEED_GOLD for check in failing):
         advice += "; if no reply is right or wrong (length, style): add env.gold=false"
@@ -282,7 +282,7 @@ def _prove(findings: Findings, env: DatasetChatEnv) -> None:
     """Do gold replies earn more than corrupted ones?"""
     about = f"gold of {env.source_name}" if env.source_name else "gold"
     if not env.has_gold:
-        findings.ok(about, "no reply is right or wrong (the rows have no answer, or env.gold=false): nothing to prove")
+        findings.ok(about, "no right reply is known (no answers in the rows, or env.gold=false): nothing to prove")
         return
     proof = prove(env, ROWS)
     verdict, *details = (line.strip() for line in proof.lines())

@@ -31,7 +31,7 @@ def prove(env: EnvBase, most: int | None = None) -> Proof:
     more than the others on average. Raises DataError where the environment's data cannot be read.
     """
     env.start()
-    proof = Proof(gold_name=env.gold_name)
+    proof = Proof()
     for where, task in islice(env.all_tasks(), most):
         proof.checked += 1
         gold = env.gold_reply(task)
@@ -64,7 +64,6 @@ class Proof:
     failures: list[str] = field(default_factory=list)
     gold: list[float] = field(default_factory=list)
     corrupted: list[float] = field(default_factory=list)
-    gold_name: str = "gold answers"
 
     @property
     def holds(self) -> bool:
@@ -94,7 +93,7 @@ class Proof:
                 f"  on average the gold answers earn {fmean(self.gold):g}, the others {fmean(self.corrupted):g}"
             )
         return [
-            f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}",
+            f"{self.checked} gold answers and {self.replies - self.checked} corrupted ones: {verdict}",
             *details,
         ]
 
