@@ -17,7 +17,7 @@ from rlpost.envs.chat import Task
 from rlpost.envs.endless import EndlessEnv, EndlessProblems
 from rlpost.envs.openenv_actions import INVALID, ActionForm, is_of_tools, observation_text, tool_failure, tools_of
 from rlpost.envs.openenv_sessions import LARGEST_FRAME, LOCAL, UNLIKE, Answer, Episode, Rules, Sessions
-from rlpost.envs.text_game import Starts, text_of_action
+from rlpost.envs.text_game import Starts, score_of_episode, text_of_action
 from rlpost.envs.tool_calls import together
 from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.imports import require
@@ -344,15 +344,8 @@ class OpenEnv(EndlessEnv):
         if error is not None:
             return Score(math.nan, valid=False, error=error)
         total = episode.total + self.invalid_reward * episode.invalid
-        solved = None if self.success_return is None else float(total >= self.success_return)
-        parts = {"earned": total, "invalid_actions": episode.invalid, "unset_rewards": steps - episode.rewarded}
-        return Score(
-            reward=total,
-            parts={name: float(value) for name, value in parts.items()},
-            weights={"invalid_actions": 0.0, "unset_rewards": 0.0},
-            accuracy_strict=solved,
-            accuracy_lenient=solved,
-        )
+        unset = steps - episode.rewarded
+        return score_of_episode(total, self.success_return, invalid_actions=episode.invalid, unset_rewards=unset)
 
 
 class ServerTools(ToolTransform):
