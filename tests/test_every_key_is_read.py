@@ -41,7 +41,7 @@ from rlpost.policies.build import build_policy
 from rlpost.policies.drawing import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import EnvSettings, TextGameSettings
-from rlpost.settings.foreign import FactorySettings, OpenEnvSettings, TextArenaSettings, VerifiersSettings
+from rlpost.settings.foreign import FactorySettings, OpenEnvSettings, TextArenaSettings
 from rlpost.tracking import trackers
 from rlpost.train import assemble, demonstrated, distill, expert_iteration, run, several_ranks
 from rlpost.train.process_group import Place
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.thorough
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
 INSTRUCTED = {"ifeval": "punctuation:no_comma", "ifbench": "format:no_whitespace"}
 MADE = (["env=countdown"], ["env=reasoning_gym", "env.task=leg_counting"])
-GAMES = (TextGameSettings, TextArenaSettings, OpenEnvSettings, FactorySettings, VerifiersSettings)
+GAMES = (TextGameSettings, TextArenaSettings, OpenEnvSettings, FactorySettings)
 EXTRAS = ("peft", "bitsandbytes", "math_verify", "if_verifiable", "nltk", "reasoning_gym", "gymnasium", "websockets")
 SMALL = [
     "model=tiny",
@@ -104,7 +104,7 @@ def reads_in(folder: Path, foreign: Sequence[list[str]]) -> dict[str, set[Read]]
     instructed.append(["env=math", f"env.path={folder}", "env.verify_seconds=60"])
     game = ["env=text_game", "env.id=FrozenLake-v1", "env.max_turns=2", "env.max_observation_tokens=200"]
     instructed.append(["env=mix", "env.sources=[arithmetic,countdown]"])
-    rows, games = foreign[:1], foreign[1:]  # that have single right replies, and that have not
+    rows, games = foreign[:2], foreign[2:]  # that have single right replies, and that have not
     instructed += rows
     played = [game, *games]
     classes = settings_classes()
@@ -225,8 +225,8 @@ def foreign_words(folder: Path, patch: pytest.MonkeyPatch, server: str) -> list[
         "env.held_out=0.5",
     ]
     return [
-        core,
         ["env=verifiers", "env.id=sums", f"env.python={sys.executable}", "env.args={count: 12}", "env.held_out=0.5"],
+        core,
         ["env=openenv", f"env.url={server}", *turns],
         ["env=textarena", "env.id=Dice-v0", *turns],
         ["env=factory", *own, f"env.path={goals}", "env.held_out=0.5", *turns],
