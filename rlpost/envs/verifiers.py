@@ -7,13 +7,15 @@ not fit beside rlpost's. Environments of one process that name the same taskset 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.order import held_out_of
@@ -27,7 +29,14 @@ from rlpost.settings.base import RESERVED_PARTS
 from rlpost.settings.model import mapping_in
 from rlpost.text import counted
 
+if TYPE_CHECKING:
+    from rlpost.data.demonstrations import Demonstration
+
 GRACE_SECONDS = 2.0  # for the child to report a scoring that was late, before it is killed
+Parts = Mapping[str, Sequence[float]]  # part of a reward -> its score and its weight
+GOLD_TRIED = 3  # tasks whose answers are scored to see whether they are right replies
+FORMS = ("{answer}", "\\boxed{{{answer}}}")  # in which an answer may be a right reply; also in each tag of the prompt
+TAG = re.compile(r"<([a-zA-Z_]\w*)>")
 
 
 class VerifiersEnv(DatasetChatEnv):
@@ -136,15 +145,46 @@ class VerifiersEnv(DatasetChatEnv):
 
     @property
     def has_gold(self) -> bool:
-        """See `DatasetChatEnv.has_gold`: a package scores replies, and does not say which one is right."""
-        return False
+        """See `DatasetChatEnv.has_gold`: whether the tasks have an answer that earns full marks as a reply."""
+        self.start()
+        return self._gold_form is not None
+
+    @cached_property
+    def _gold_form(self) -> str | None:
+        """The form in which the answers of the first tasks earn full marks, and an empty reply less; None if none."""
+        tasks = self.rows[:GOLD_TRIED]
+        if not all("answer" in task for task in tasks):
+            return None
+        tags = dict.fromkeys(TAG.findall(json.dumps([task["messages"] for task in tasks])))
+        empty = self._earned(tasks, [""] * len(tasks))
+        for form in (*FORMS, *(f"<{tag}>{{answer}}</{tag}>" for tag in tags)):
+            full = self._earned(tasks, [form.format(answer=task["answer"]) for task in tasks])
+            if all(_more(one, other) for one, other in zip(full, empty, strict=True)):
+                return form
+        return None
+
+    def _earned(self, tasks: Sequence[Mapping[str, Any]], replies: Sequence[str]) -> list[Parts | str]:
+        """The parts that each reply to its task earns, or why it could not be scored."""
+        conversations = [Conversation(task, [], response_text=each) for task, each in zip(tasks, replies, strict=True)]
+        answers = self.taskset.ask("score", [self._item(each) for each in conversations], self.score_seconds)
+        return [answer["error"] if "error" in answer else answer["result"] for answer in answers]
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
-        """See `EnvBase.gold_reply`. Raises DataError: a task's answer is not a reply."""
-        raise DataError(f"env.id={self.id} has no replies known to be right: train on its rewards, with train grpo")
+        """See `EnvBase.gold_reply`: the task's answer. Raises DataError where no right replies are known."""
+        if not self.has_gold:
+            raise DataError(f"env.id={self.id} has no replies known to be right: train on its rewards, with train grpo")
+        return str(self._gold_form).format(answer=task["answer"])
 
-    def rehearse(self) -> list[str]:
-        """See `EnvBase.rehearse`: the package checks each task, and scores an empty reply to it.
+    def demonstrations(self) -> Iterator[Demonstration]:
+        """See `EnvBase.demonstrations`: the right replies. Raises DataError for a task whose answer turns out wrong."""
+        tasks = dict(self.all_tasks())
+        earned = self._earned([*tasks.values()], [self.gold_reply(task) for task in tasks.values()])
+        wrong = {where: str(each) for where, each in zip(tasks, earned, strict=True) if not _more(each, {})}
+        self._refuse("the answer does not earn full marks in", wrong)
+        return super().demonstrations()
+
+    def rehearse(self) -> list[str] | None:
+        """See `EnvBase.rehearse`: the package checks each task, and scores an empty reply where no right one is known.
 
         Raises DataError for a task that cannot be checked or scored.
         """
@@ -160,11 +200,12 @@ class VerifiersEnv(DatasetChatEnv):
         }
         self._refuse("the package's own check, validate(), fails", failed)
         self._refuse("the package's own check, validate(), does not end for", late)
-        empty = [self._item(Conversation(task, [])) for task in tasks]
-        scored = dict(zip(named, self.taskset.ask("score", empty, self.score_seconds), strict=True))
-        lost = {where: answer["error"] for where, answer in scored.items() if "error" in answer}
+        if self.has_gold:
+            return None
+        earned = self._earned(tasks, [""] * len(tasks))
+        lost = {where: each for where, each in zip(named, earned, strict=True) if isinstance(each, str)}
         self._refuse("an empty reply cannot be scored in", lost)
-        mean = fmean(_score(answer["result"]).reward for answer in scored.values())
+        mean = fmean(_score(each).reward for each in earned if not isinstance(each, str))
         return [
             f"{counted(len(tasks), 'task')}, no reply is known to be right; an empty one is scored, and earns {mean:g}",
             "  the first prompt:",
@@ -184,8 +225,17 @@ def _task(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row["fields"], "messages": messages, "prompt": messages[-1]["content"], "key": row["key"]}
 
 
-def _score(parts: Mapping[str, Sequence[float]]) -> Score:
-    """The score of the package's weighted parts; a name that a figure of the step has gets an underscore."""
+def _more(full: Parts | str, empty: Parts | str) -> bool:
+    """Whether each weighed part of `full` is 1, and the other reply earns less."""
+    if isinstance(full, str) or isinstance(empty, str):
+        return False
+    return all(score == 1.0 for score, weight in full.values() if weight > 0) and (
+        _score(full).reward > _score(empty).reward
+    )
+
+
+def _score(parts: Parts) -> Score:
+    """The score of the package's parts; a name that a figure of the step has gets an underscore."""
     named = {f"{name}_" if name in RESERVED_PARTS else name: pair for name, pair in parts.items()}
     return Score(
         sum(score * weight for score, weight in named.values()),
@@ -296,10 +346,11 @@ class Taskset:
         answers: dict[int, dict[str, Any]] = {}
 
         def take(answer: dict[str, Any]) -> bool:
-            expected = answer.get("item") in range(len(items)) and answer["item"] not in answers
-            if expected:
-                answers[answer["item"]] = answer
-            return expected
+            place = answer.get("item", -1)
+            if place not in range(len(items)) or place in answers or not _is_answer(do, answer):
+                return False
+            answers[place] = answer
+            return True
 
         lost: dict[str, Any] = {}
         try:
@@ -335,3 +386,16 @@ class Taskset:
         finally:
             if not complete:  # the next request would read the rest of the answers as its own
                 self._lines.close()
+
+
+def _is_answer(do: str, answer: Mapping[str, Any]) -> bool:
+    """Whether an answer to "score" or "validate" has an error, or a result of the right form."""
+    if isinstance(answer.get("error"), str):
+        return True
+    if do == "validate":
+        return "result" in answer
+    parts = answer.get("result")
+    return isinstance(parts, dict) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(number, int | float) for number in pair)
+        for pair in parts.values()
+    )

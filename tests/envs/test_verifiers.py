@@ -17,6 +17,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.data.conversation import Conversation
 from rlpost.envs.build import build_env
+from rlpost.envs.proof import prove
 from rlpost.envs.verifiers import VerifiersEnv
 from rlpost.errors import ConfigError, DataError, MissingExtraError
 from rlpost.remote.lines import ChildError
@@ -359,6 +360,9 @@ def test_a_taskset_that_does_not_load_in_time_is_killed(packages: Path, made: Ma
     "line",
     [
         '{"item": 99, "error": ""}',
+        '{"item": 0}',
+        '{"item": 0, "result": 3}',
+        '{"item": 0, "result": {"a": [1]}}',
         "[1, 2]",
         '{"end": true}',
     ],
@@ -408,12 +412,33 @@ def test_in_a_player_the_package_sees_the_user_s_own_path(packages: Path) -> Non
 # What `rlpost env test` does, and training
 
 
+def test_the_answers_of_the_tasks_are_proved(made: Make) -> None:
+    env = made()
+    proof = prove(env)
+    assert proof.holds
+    assert (proof.checked, set(proof.gold), set(proof.corrupted)) == (env.num_tasks, {2.0}, {0.5})
+
+
+def test_an_answer_is_tried_in_the_tags_of_the_prompt(packages: Path, made: Make) -> None:
+    tagged = ("== self.data.answer", '== f"<sum>{self.data.answer}</sum>"')
+    change(packages, ("Be brief.", "Write <sum> and </sum>."), tagged, ("weight=0.5", "weight=0"))
+    assert made().gold_reply({"answer": "3"}) == "<sum>3</sum>"
+
+
 def test_without_right_replies_an_empty_one_is_scored(packages: Path, made: Make, says: Says) -> None:
     change(packages, ("== self.data.answer", "== ''"))
     env = made(shuffle=False)
-    says("env", "\n".join(env.rehearse()))
+    says("env", "\n".join(env.rehearse() or []))
     with pytest.raises(DataError, match=r"env\.id=sums"):
-        list(env.demonstrations())
+        env.gold_reply(env.rows[0])
+
+
+def test_no_answer_is_imitated_that_earns_less(packages: Path, made: Make) -> None:
+    env = made(held_out=0.0, shuffle=False)
+    assert [each.messages[-1]["content"] for each in env.demonstrations() if each.messages][:2] == ["1", "2"]
+    change(packages, ("self.data.answer)", "self.data.answer and reply != '7')"), file="partly.py")
+    with pytest.raises(DataError, match=r"1 of 12 .*: {'right': \[0"):
+        list(made("partly", held_out=0.0, shuffle=False).demonstrations())
 
 
 def test_an_empty_reply_that_cannot_be_scored_is_named(packages: Path, made: Make) -> None:
