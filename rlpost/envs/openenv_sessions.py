@@ -80,10 +80,15 @@ class Session:
     async def ask(self, kind: str, data: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
         """The data of the answer to a frame of this kind.
 
-        Raises Refused for an error of the server, ToolError for a late or malformed answer or a closed socket.
+        Raises Refused for an error of the server, ToolError for a late or malformed answer, a closed socket, or a frame
+        that came before this one was sent: it would be taken for the answer.
         """
         from websockets.exceptions import ConnectionClosed
 
+        with suppress(TimeoutError, ConnectionClosed):
+            async with asyncio.timeout(0):
+                stray = await self._socket.recv()
+                raise ToolError(f"the server sent a frame that nobody asked for: {str(stray)[:80]!r}")
         try:
             async with asyncio.timeout(seconds):
                 with suppress(ConnectionClosed):  # the last frames of the server, or its reason, are read below

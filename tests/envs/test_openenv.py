@@ -776,6 +776,26 @@ def test_a_training_plays_it_and_is_resumed(server: OpenEnvServer, tmp_path: Pat
     assert len(set(seeds)) == 6  # none comes twice
 
 
+def test_a_frame_that_nobody_asked_for_is_not_taken_for_an_answer() -> None:
+    both = threading.Event()
+
+    def twice(connection: ServerConnection) -> None:
+        for _ in range(2):
+            connection.send(json.dumps({"type": "observation", "data": seen("no, 1", 5.0)}))
+        if connection.ping().wait(20):  # whoever answers it has read what came before
+            both.set()
+
+    with playing(twist=spoilt_by(twice)) as (_, env):
+        [conversation] = env.draw()
+        say(env, [conversation], "77")
+        assert both.wait(20)
+        say_right(env, [conversation])
+        assert "no, 1" in error_of(conversation)
+        [after] = env.draw()
+        say_right(env, [after])
+        assert after.reward == 1.0
+
+
 def test_a_training_whose_server_is_killed_fails_by_name(server: OpenEnvServer, tmp_path: Path) -> None:
     def die(connection: ServerConnection, frame: dict[str, Any]) -> bool:
         if len(server.steps()) != 9:
