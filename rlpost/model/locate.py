@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ def locate_model(path: str, revision: str | None = None, key: str = "model.path"
     DataError if the hub has no such model and for weights that are not finite.
     """
     if path == "builtin:tiny":
-        return _made("tiny-v1", _build_tiny)
+        from rlpost.model.conversion import build_tiny
+
+        return _made("tiny-v1", build_tiny)
     path = paths.resolve_model_path(path, key)
     if (packaged := PACKAGED.get(path)) is not None:
         if paths.is_made(path) or packaged.parts():
-            return _made(packaged.made, lambda folder: _convert_packaged(packaged, folder))
+            return _made(packaged.made, partial(_convert_packaged, packaged))
         path = packaged.hub_id
     if path.endswith(paths.GGUF):
         folder = _locate_gguf(Path(path))
@@ -91,8 +94,16 @@ def _locate_gguf(file: Path) -> Path:
 
     Raises ConfigError for a file that transformers cannot read.
     """
-    name = paths.name_of_gguf(file)
-    return _made(name, lambda folder: _convert_gguf(file.resolve(), folder))
+    from rlpost.model.conversion import convert_gguf
+
+    return _made(paths.name_of_gguf(file), partial(convert_gguf, file.resolve()))
+
+
+def _convert_packaged(packaged: Packaged, folder: Path) -> None:
+    from rlpost.model.conversion import convert_gguf
+
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        convert_gguf(packaged.gguf(Path(scratch)), folder)
 
 
 def _check_finite(file: Path) -> None:
@@ -153,25 +164,6 @@ def locate_merged(base: Path, adapter: Path) -> Path:
         save_model(merged, tokenizer, folder)
 
     return _made(f"merged-{content.hexdigest()[:16]}", make)
-
-
-def _build_tiny(folder: Path) -> None:
-    from rlpost.model.conversion import build_tiny
-
-    build_tiny(folder)
-
-
-def _convert_packaged(packaged: Packaged, folder: Path) -> None:
-    from rlpost.model.conversion import convert_gguf
-
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        convert_gguf(packaged.gguf(Path(scratch)), folder)
-
-
-def _convert_gguf(file: Path, folder: Path) -> None:
-    from rlpost.model.conversion import convert_gguf
-
-    convert_gguf(file, folder)
 
 
 def _made(name: str, make: Callable[[Path], None]) -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.model.packing import Reference, Row, as_reference_reads
+from rlpost.model.weights import is_sharded
 from rlpost.settings import OptimSettings
 from rlpost.train.update import Learner, Microbatches, Objective, Update, bad_gradients, read_log_probs, update
 
@@ -68,28 +71,35 @@ class Ranks:
             for row, log_probs in zip(rows, self.read_reference(rows, temperature), strict=True):
                 row.ref_log_probs = log_probs
 
+    def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call `method` of each rank's `Rank`; returns their results, this rank's first."""
+        return [getattr(self.own, method)(*arguments)]
+
     def share_objective(self) -> None:
         """Send the objective, which has changed, to the other ranks."""
+        self.on_all("take_objective", self.own.objective)
 
     def move_reference(self, share: float) -> None:
         """See `Rank.move_reference`, on every rank."""
-        self.own.move_reference(share)
+        self.on_all("move_reference", share)
 
-    def save_moments(self) -> Callable[[Path], None] | None:
+    def save_moments(self) -> Callable[[Path], Any] | None:
         """The function that writes the optimizer's state if the ranks share it; None if rank 0 has all of it."""
-        return None
+        return partial(self.on_all, "save_moments") if is_sharded(self.own.model) else None
 
     def bad_gradients(self) -> list[str]:
         """Names of the parameters whose gradient is not finite in some rank's part."""
-        return self.own.bad_gradients()
+        return list(dict.fromkeys(chain.from_iterable(self.on_all("bad_gradients"))))
 
     def free_unused(self) -> None:
         """See `Rank.free_unused`, on every rank."""
-        self.own.free_unused()
+        self.on_all("free_unused")
 
     def memory(self) -> dict[str, float]:
         """Each rank's peak memory in GB; empty with one rank."""
-        return {}
+        if self.count == 1:
+            return {}
+        return {f"memory/rank_{number}_gb": peak for number, peak in enumerate(self.on_all("peak_gb"))}
 
 
 class Rank:
@@ -135,6 +145,16 @@ class Rank:
         with self.reference() as reference:
             for frozen, trained in zip(reference.parameters(), self.model.parameters(), strict=True):
                 frozen.lerp_(trained, share)
+
+    def take_objective(self, objective: Objective[Any]) -> None:
+        """Minimise this from now on."""
+        self.objective = objective
+
+    def save_moments(self, folder: Path) -> None:
+        """Write this rank's part of the optimizer's state."""
+        from rlpost.model.sharding import save_moments
+
+        save_moments(self.model, self.optimizer, folder)
 
     def bad_gradients(self) -> list[str]:
         """The parameters whose gradient is not finite."""

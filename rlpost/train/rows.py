@@ -10,18 +10,16 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from rlpost.config.compose import environments_of
 from rlpost.data import faults
-from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Demonstration, E, Encoded, Sample
 from rlpost.data.encoding import LazySamples, RowEncoder, encode_all
 from rlpost.data.faults import BadRows
@@ -33,22 +31,20 @@ from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.row_checks import look_at_rows
 from rlpost.errors import DataError, RlpostError
 from rlpost.evaluation.pass_rates import choose_demonstrations, wanted_rates
-from rlpost.evaluation.play import halves, held_out_metrics, play
-from rlpost.evaluation.saved import demonstration_row, sample_rows
+from rlpost.evaluation.saved import demonstration_row
 from rlpost.model.load import context_length
 from rlpost.model.packing import Row
-from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
-from rlpost.policies.base import Policy
+from rlpost.model.trainable import load_trainable, starting_tokenizer
 from rlpost.policies.build import build_policy
 from rlpost.record import Fact
 from rlpost.screen import Screen
 from rlpost.settings import EnvSettings, FineTuningSettings, OwnRowsSettings, SamplingSettings
 from rlpost.text import counted
 from rlpost.train.facts import Seen, Tokens, facts_of, trained_on_too
+from rlpost.train.parts import HeldOut, ObjectiveT, Parts
 from rlpost.train.progress import Closing, check_enough_to_decide
 from rlpost.train.ranks import Ranks
 from rlpost.train.resolve import Change
-from rlpost.train.sampling import HeldOut, ObjectiveT
 from rlpost.weight_sync.base import WeightUpdater, default_updater
 
 if TYPE_CHECKING:
@@ -90,15 +86,11 @@ def row_of(sample: Sample, prompt_length: int | None = None) -> Row:
     )
 
 
-@dataclass
-class RowParts(Generic[E, ObjectiveT]):
+@dataclass(kw_only=True)
+class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
     """Everything that a loop on rows works with; `E` is a row as it is trained on."""
 
     settings: FineTuningSettings
-    model_folder: Path
-    tokenizer: Any
-    model: PreTrainedModel
-    reference: Reference | None  # None unless the loss compares with it
     kind: Kind[E]
     samples: OrderedRows[E]
     bad_rows: BadRows  # where `samples` are lazy, the malformed ones: the samples themselves count the others
@@ -106,15 +98,7 @@ class RowParts(Generic[E, ObjectiveT]):
     held_out: list[E]  # none where evaluation is off
     shown_held_out: list[Demonstration]  # the rows that they are made of, bad ones included
     shared: int  # of them, how many are trained on too
-    eval_env: DatasetChatEnv  # whose held-out prompts `policy` answers
-    policy: Policy | None  # None unless eval.accuracy
-    notes: list[str]  # what a user should know of the data before training begins
-    data: dict[str, str]  # the rows of each split: see `DatasetChatEnv.content`
-    objective: ObjectiveT
     figures: Figures  # of the held-out rows
-    optimizer: torch.optim.Optimizer
-    opened: ExitStack = field(default_factory=ExitStack)  # closes the policy, and the environment with its tools
-    collector: None = None  # it trains on rows that were there before
     position: int = 0  # samples trained on, those of every epoch counted
 
     @property
@@ -125,12 +109,6 @@ class RowParts(Generic[E, ObjectiveT]):
         """
         settings = self.settings
         return None if settings.steps is not None else (settings.epochs or 1) * self.samples.count() - self.position
-
-    @property
-    def num_played(self) -> int:
-        """How many held-out prompts an evaluation plays; 0 where no reply is scored."""
-        limit = self.settings.eval.limit or self.settings.env.eval_limit
-        return min(limit, self.eval_env.num_tasks) if self.policy is not None else 0
 
     def stream(self, note: Callable[[str], None]) -> Iterator[E]:
         """The samples from the saved position on, without end; see `samples_from`."""
@@ -209,10 +187,10 @@ class RowParts(Generic[E, ObjectiveT]):
         figures, losses = self.figures(ranks, rows, lambda n, total: screen.phase("evaluating", "the loss", n, total))
         figures = {**figures, "eval/tokens": tokens, "eval/rows": float(count)}
         if self.policy is not None:
-            played = self._play(self.policy, screen)
-            stops = bool(self.settings.eval.stops)
-            metrics = held_out_metrics(played, k=[1], temperature=0.0, some_decide=stops)
-            return HeldOut(figures | metrics, sample_rows(halves(played)[0] if stops else played))
+            self._updater.push(self.model)
+            replies = self.play_held_out(screen, SamplingSettings(temperature=0.0), what="replies")
+            self.policy.rest()
+            return HeldOut(figures | replies.metrics, replies.table)
         samples = [sample for each in self.held_out for sample in each.samples]
         return HeldOut(figures, loss_rows(self.shown_held_out, samples, losses, self.tokenizer) if losses else [])
 
@@ -225,21 +203,6 @@ class RowParts(Generic[E, ObjectiveT]):
     def _updater(self) -> WeightUpdater:
         assert self.policy is not None
         return default_updater(self.policy)
-
-    def _play(self, policy: Policy, screen: Screen) -> list[Conversation]:
-        """Greedy replies to the held-out prompts, scored."""
-        self._updater.push(self.model)
-        before = policy.tokens_sampled
-        played = play(
-            self.eval_env,
-            policy,
-            num_prompts=self.num_played,
-            samples=1,
-            sampling=SamplingSettings(temperature=0.0),
-            progress=lambda n, of: screen.phase("evaluating", "replies", n, of, policy.tokens_sampled - before),
-        )
-        policy.rest()
-        return played
 
     @property
     def _drawn(self) -> int:

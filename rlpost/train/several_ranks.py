@@ -120,48 +120,12 @@ class SeveralRanks(Ranks):
         """log π of the reference for each row."""
         return self._read("read_reference", rows, temperature)
 
-    def share_objective(self) -> None:
-        """Send the objective, which has changed, to the other ranks."""
-        self._answers(self._tell("take_objective", self.own.objective), "the objective")
-
-    def move_reference(self, share: float) -> None:
-        """See `Rank.move_reference`, on every rank."""
-        futures = self._tell("move_reference", share)
-        self.own.move_reference(share)
-        self._answers(futures, "its reference")
-
-    def save_moments(self) -> Callable[[Path], None] | None:
-        """The function that writes the optimizer's state; None if rank 0 has all of it."""
-        if not is_sharded(self.own.model):
-            return None
-
-        from rlpost.model import sharding
-
-        def save(folder: Path) -> None:
-            with self._naming():
-                futures = self._tell("save_moments", folder)
-                sharding.save_moments(self.own.model, self.own.optimizer, folder)
-                self._answers(futures, "saving")
-
-        return save
-
-    def bad_gradients(self) -> list[str]:
-        """Names of the parameters whose gradient is not finite in some rank's part."""
-        found = self.own.bad_gradients()
-        for theirs in self._answers(self._tell("bad_gradients"), "its gradients"):
-            found += [name for name in theirs if name not in found]
-        return found
-
-    def free_unused(self) -> None:
-        """See `Rank.free_unused`, on every rank."""
-        futures = self._tell("free_unused")
-        self.own.free_unused()
-        self._answers(futures, "its memory")
-
-    def memory(self) -> dict[str, float]:
-        """Each rank's peak memory in GB."""
-        peaks = [self.own.peak_gb(), *self._answers(self._tell("peak_gb"), "its memory")]
-        return {f"memory/rank_{number}_gb": peak for number, peak in enumerate(peaks)}
+    def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """See `Ranks.on_all`."""
+        with self._naming():
+            futures = self._tell(method, *arguments)
+            own = getattr(self.own, method)(*arguments)
+            return [own, *self._answers(futures, f"the answer to {method}")]
 
     # Calls to the others
 
@@ -369,10 +333,6 @@ def _orphaned(place: Place, terminal: int) -> None:
 class Follower(Rank):
     """A rank above 0, with the work that rank 0 does elsewhere."""
 
-    def take_objective(self, objective: Objective[Any]) -> None:
-        """Minimise this from now on."""
-        self.objective = objective
-
     def gather(self, name: str) -> None:
         """Take part in gathering a weight, or the adapter, that rank 0 reads."""
         if name == ADAPTER:
@@ -383,12 +343,6 @@ class Follower(Rank):
     @cached_property
     def _gathered(self) -> Mapping[str, torch.Tensor]:
         return named_weights(self.model)
-
-    def save_moments(self, folder: Path) -> None:
-        """Write this rank's part of the optimizer's state."""
-        from rlpost.model.sharding import save_moments
-
-        save_moments(self.model, self.optimizer, folder)
 
 
 class OtherRank:

@@ -20,7 +20,6 @@ from rlpost.model.optim import learning_rate, set_learning_rate
 from rlpost.model.packing import Microbatch, Reference, Row, filler, largest_group, pack
 from rlpost.model.precision import autocast
 from rlpost.model.weights import divided_again, whole
-from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
 
 
@@ -204,17 +203,6 @@ class Microbatches:
         self.in_step = in_step  # with the other ranks, who gather the weights for each microbatch together
         self._note = note
         self.progress = progress  # called with the completions that an update has read, and with their total
-
-    @classmethod
-    def shown_on(
-        cls, screen: Screen, tokens: int | None, device: torch.device, kind: Autocast, *, in_step: bool = False
-    ) -> Microbatches:
-        """Microbatches whose progress and notes appear on `screen`."""
-
-        def progress(done: int, total: int) -> None:
-            screen.phase("training", done=done, total=total)
-
-        return cls(tokens, device, kind, note=screen.note, progress=progress, in_step=in_step)
 
     def of(self, rows: Sequence[Row], *, share_prompts: bool = True, together: int = 1) -> Iterator[Microbatch]:
         """The microbatches of `rows`; see `pack` for `share_prompts` and `together`."""
