@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -25,7 +25,7 @@ from rlpost.config.packaged import PACKAGED
 from rlpost.config.paths import made_once
 from rlpost.data.chat import end_of_turn
 from rlpost.data.template_choice import VARIABLES_KEY, with_choice
-from rlpost.errors import CheckpointError, ConfigError
+from rlpost.errors import ConfigError
 from rlpost.estimate.shape import folder_here
 from rlpost.files import digest_of, remembered
 from rlpost.imports import installed_version
@@ -180,8 +180,7 @@ def tokenizer_from_file(settings: ModelSettings) -> Any | None:
     None where that would be another one than `load_tokenizer` opens, or is not on this machine. Raises ConfigError for
     one without a chat template.
     """
-    facts, folder = facts_of_model(settings), _folder_of(settings)
-    if facts is None or folder is None or not facts.plain:
+    if (folder := _plain_folder(settings)) is None:
         return None
     from transformers import PreTrainedTokenizerFast
 
@@ -193,13 +192,18 @@ def tokens_of(texts: Iterable[str], settings: ModelSettings) -> int | None:
 
     Loads the `tokenizers` library alone.
     """
-    facts, folder = facts_of_model(settings), _folder_of(settings)
-    if facts is None or folder is None or not facts.plain:
+    if (folder := _plain_folder(settings)) is None:
         return None
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / _FILE))
     return sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
+
+
+def _plain_folder(settings: ModelSettings) -> Path | None:
+    """The folder of a tokenizer on this machine whose tokenizer.json alone gives the same."""
+    facts = facts_of_model(settings)
+    return _folder_of(settings) if facts is not None and facts.plain else None
 
 
 def _folder_of(settings: ModelSettings, adapter: str | None = None) -> Path | None:
@@ -323,21 +327,3 @@ def check_same_ids(tokenizer: Any, folder: Path, key: str) -> None:
         f"{key} has another tokenizer, so probabilities of tokens cannot be compared: of {len(apart):,} differences "
         f"the first is {first!r}, {entries[0]} of the model and {entries[1]} there; give one of the model's own family"
     )
-
-
-def check_begun_with(tokenizer: Any, start: Path, checkpoint: Path) -> None:
-    """Raise CheckpointError if the run of `checkpoint`, whose `tokenizer` is given, began with other ids than `start`.
-
-    `start` is the folder of its starting model's tokenizer.
-    """
-    text = probe_of(tokenizer)
-    begun, now = ids_of(tokenizer, text), ids_of(open_tokenizer(start), text)
-    if begun != now:
-        raise CheckpointError(
-            f"the run of {checkpoint} read text as other ids ({_shown(begun)}) than the tokenizer.json of its model "
-            f"({_shown(now)}), so it cannot go on: begin another run from the model"
-        )
-
-
-def _shown(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids[:6])) + ", ..."

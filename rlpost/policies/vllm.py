@@ -201,9 +201,16 @@ class vLLMWrapper(Policy):
         return self._in_flight.add(engine, pending, completed)
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
-        """See `Policy.token_log_probs`; vLLM gives them at temperature 1 only."""
+        """See `Policy.token_log_probs`. Raises ConfigError for a temperature other than 1."""
+        from vllm import SamplingParams
+
         check_whole(sampling)
-        params = _reading_params(sequences, sampling)
+        if sampling.temperature not in (0, 1):
+            raise ConfigError(
+                f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
+                "read them with a TransformersWrapper, or set temperature to 1"
+            )
+        params = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)] * len(sequences)
         prompts = [list(ids) for ids in sequences]
         with self._turn():
             outputs = self._ask(f"reading {len(prompts)} sequences", prompts, params)
@@ -699,18 +706,6 @@ def sampling_params(
         )
         for request in requests
     ]
-
-
-def _reading_params(sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[Any]:
-    """vLLM's SamplingParams to read whole sequences. Raises ConfigError for a temperature other than 1."""
-    from vllm import SamplingParams
-
-    if sampling.temperature not in (0, 1):
-        raise ConfigError(
-            f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
-            "read them with a TransformersWrapper, or set temperature to 1"
-        )
-    return [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)] * len(sequences)
 
 
 def _check_log_probs_mode(mode: str, sampling: SamplingSettings) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel
 
-from rlpost.model.packing import Reference, Row, as_reference_reads
+from rlpost.model.packing import Row, as_reference_reads
 from rlpost.model.weights import is_sharded
-from rlpost.settings import OptimSettings
 from rlpost.train.update import Learner, Microbatches, Objective, Update, bad_gradients, read_log_probs, update
 
 Progress = Callable[[int, int], None]
@@ -102,29 +101,15 @@ class Ranks:
         return {f"memory/rank_{number}_gb": peak for number, peak in enumerate(self.on_all("peak_gb"))}
 
 
-class Rank:
+@dataclass(eq=False, kw_only=True)
+class Rank(Learner[Any]):
     """One rank's model, or its part of it, and the work that all ranks do at once."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
-        reference: Reference | None,
-        objective: Objective[Any],
-        optim: OptimSettings,
-        microbatches: Microbatches,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.reference = reference
-        self.objective = objective
-        self.optim = optim
-        self.microbatches = microbatches
+    microbatches: Microbatches
 
     def update(self, rows: Sequence[Row], number: int, total_updates: int) -> Update[Any]:
         """Take optimizer step `number` of `total_updates`; this rank reads `rows` of the minibatch."""
-        learner = Learner(self.model, self.optimizer, self.objective, self.optim, total_updates, self.reference)
-        return update(learner, self.microbatches, rows, number)
+        return update(self, self.microbatches, rows, number, total_updates)
 
     def read_log_probs(
         self, rows: Sequence[Row], temperature: float, progress: Progress = lambda done, total: None

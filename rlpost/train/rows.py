@@ -102,6 +102,11 @@ class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
     position: int = 0  # samples trained on, those of every epoch counted
 
     @property
+    def lazy(self) -> LazySamples[E] | None:
+        """The samples, where they are encoded when they are drawn."""
+        return self.samples.rows if isinstance(self.samples.rows, LazySamples) else None
+
+    @property
     def samples_left(self) -> int | None:
         """Samples until the epochs end; None if training ends after a number of steps.
 
@@ -128,8 +133,7 @@ class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
 
     def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:
         """The facts of this training; `seen` says what is known of it beside its parts."""
-        settings, env, samples = self.settings, self.settings.env, self.samples.rows
-        lazy = samples if isinstance(samples, LazySamples) else None
+        settings, env, samples, lazy = self.settings, self.settings.env, self.samples.rows, self.lazy
         trained = lazy.num_trained if lazy else sum(sample.num_trained for sample in samples)
         read = lazy.num_read if lazy else sum(sample.num_read for sample in samples)
         notes = [
@@ -157,10 +161,9 @@ class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
     @property
     def closing(self) -> Closing:
         """The notes at the end of the training, and the settings that score replies."""
-        rows = self.samples.rows
         bad = []
-        if isinstance(rows, LazySamples) and rows.met:
-            bad = [f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped"]
+        if self.lazy is not None and self.lazy.met:
+            bad = [f"bad rows met in training: {self.lazy.met:,}, {self.lazy.skipped:,} of all drawn were skipped"]
         return Closing(notes=bad, talks=True, reward_words=self.words_for_rewards, was_tuned=True)
 
     @property
@@ -207,28 +210,24 @@ class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
     @property
     def _drawn(self) -> int:
         """Rows that have been drawn: the samples, and those skipped."""
-        rows = self.samples.rows
-        return self.position + (rows.skipped if isinstance(rows, LazySamples) else 0)
+        return self.position + (0 if self.lazy is None else self.lazy.skipped)
 
     def _fingerprint(self) -> str:
         """Everything that the saved position depends on, in words; the first rows drawn are encoded for it."""
-        samples, rows = self.samples, self.samples.rows
-        text = samples.fingerprint(self._drawn)
-        if not isinstance(rows, LazySamples):
+        text = self.samples.fingerprint(self._drawn)
+        if self.lazy is None:
             return text
-        return f"{text}, tokens {rows.fingerprint(map(samples.row_at, range(min(self._drawn, FIRST))))}"
+        return f"{text}, tokens {self.lazy.fingerprint(map(self.samples.row_at, range(min(self._drawn, FIRST))))}"
 
     def state(self) -> dict[str, Any]:
         """The position in the samples, and everything that it depends on."""
-        rows = self.samples.rows
-        met = rows.state() if isinstance(rows, LazySamples) else None
+        met = None if self.lazy is None else self.lazy.state()
         return {"samples": self._fingerprint(), "met": met, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Raises DataError where the samples are not those the run began with."""
-        rows = self.samples.rows
-        if isinstance(rows, LazySamples) and state.get("met"):
-            rows.restore(state["met"])
+        if self.lazy is not None and state.get("met"):
+            self.lazy.restore(state["met"])
         self.position = state["position"] if "position" in state else state["progress"]["position"]  # of an older run
         these = self._fingerprint()
         if state["samples"] != these:

@@ -302,7 +302,14 @@ class Run(Generic[S, P]):
             progress=lambda done, total: self.screen.phase("training", done=done, total=total),
             in_step=is_sharded(parts.model),
         )
-        own = Rank(parts.model, parts.optimizer, parts.reference, parts.objective, self.settings.optim, microbatches)
+        own = Rank(
+            model=parts.model,
+            optimizer=parts.optimizer,
+            objective=parts.objective,
+            optim=self.settings.optim,
+            reference=parts.reference,
+            microbatches=microbatches,
+        )
         self.ranks.begin(own, tokens)
 
     # Beginning, going on, ending

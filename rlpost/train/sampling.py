@@ -39,9 +39,9 @@ class SamplingParts(Parts[ObjectiveT]):
     """The parts of every loop that learns from its own policy's samples."""
 
     settings: SampledSettings
-    policy: Policy  # type: ignore[assignment]  there is one
+    policy: Policy  # type: ignore[assignment]  never None
     env: DatasetChatEnv
-    collector: SyncCollector | GroupDriver  # type: ignore[assignment]  there is one
+    collector: SyncCollector | GroupDriver  # type: ignore[assignment]  never None
     buffer: GroupBuffer
 
     def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:

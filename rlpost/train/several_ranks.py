@@ -382,12 +382,12 @@ class OtherRank:
         """Get ready to work, with the `objective` and the budget of one forward and backward."""
         settings, loaded = self._settings, self._trainable
         self._rank = Follower(
-            loaded.model,
-            loaded.optimizer,
-            loaded.reference,
-            objective,
-            settings.optim,
-            Microbatches(
+            model=loaded.model,
+            optimizer=loaded.optimizer,
+            objective=objective,
+            optim=settings.optim,
+            reference=loaded.reference,
+            microbatches=Microbatches(
                 tokens_per_microbatch,
                 weights.device_of(loaded.model),
                 forward_precision(settings.cluster, settings.model),

@@ -53,7 +53,7 @@ class Objective(Protocol[Out_co]):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Learner(Generic[Out]):
     """The model, the objective that it minimises, and the optimizer's settings."""
 
@@ -61,7 +61,6 @@ class Learner(Generic[Out]):
     optimizer: torch.optim.Optimizer
     objective: Objective[Out]
     optim: OptimSettings
-    total_updates: int  # optimizer steps of the whole run: the length of the learning rate's schedule
     reference: Reference | None = None  # the frozen model that the objective compares with
 
 
@@ -90,12 +89,14 @@ def gradient_of(learner: Learner[Out], microbatches: Microbatches, minibatch: Se
     return Update(outputs, norm.item(), log_probs=[read.get(id(row)) for row in minibatch])
 
 
-def update(learner: Learner[Out], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[Out]:
-    """Optimizer step `number` (from 0) of the run, over `minibatch`, or over all ranks' minibatches together.
+def update(
+    learner: Learner[Out], microbatches: Microbatches, minibatch: Sequence[Row], number: int, total_updates: int = 1
+) -> Update[Out]:
+    """Optimizer step `number` (from 0) of the `total_updates` of the run, over `minibatch`, or over all ranks' minibatches together.
 
     Raises FloatingPointError, before any weight changed, if the loss or the gradient is not finite.
     """
-    set_learning_rate(learner.optimizer, learning_rate(number, learner.total_updates, learner.optim))
+    set_learning_rate(learner.optimizer, learning_rate(number, total_updates, learner.optim))
     computed = gradient_of(learner, microbatches, minibatch)
     if not computed.stepped:
         return computed
