@@ -43,7 +43,9 @@ def locate_model(path: str, revision: str | None = None, key: str = "model.path"
             return _made(packaged.made, partial(_convert_packaged, packaged))
         path = packaged.hub_id
     if path.endswith(paths.GGUF):
-        folder = _locate_gguf(Path(path))
+        from rlpost.model.conversion import convert_gguf
+
+        folder = _made(paths.name_of_gguf(Path(path)), partial(convert_gguf, Path(path).resolve()))
     else:
         folder = Path(path) if Path(path).exists() else _fetch(path, revision, key)
     paths.verify_model(folder)
@@ -87,16 +89,6 @@ def locate_tokenizer(
     with_its_own = paths.resolve_model_path(path, key) if adapter is None else str(paths.resolve_adapter_path(adapter))
     own = adapters_tokenizer(Path(with_its_own))
     return own or locate_config(path, revision, key)
-
-
-def _locate_gguf(file: Path) -> Path:
-    """The HF folder that a .gguf file is converted to, once for each path, size and modification time.
-
-    Raises ConfigError for a file that transformers cannot read.
-    """
-    from rlpost.model.conversion import convert_gguf
-
-    return _made(paths.name_of_gguf(file), partial(convert_gguf, file.resolve()))
 
 
 def _convert_packaged(packaged: Packaged, folder: Path) -> None:

@@ -178,8 +178,9 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
         return  # it was saved before the first update
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            device = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
             optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=_device_of_steps(parameter)),
+                "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -193,10 +194,6 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def _device_of_steps(parameter: torch.Tensor) -> torch.device:
-    return parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
 
 
 def _read_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:

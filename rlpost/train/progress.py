@@ -206,5 +206,4 @@ class Closing:
 
     notes: Sequence[str] = ()
     talks: bool = False  # whether talking to it shows something
-    reward_words: list[str] | None = None  # the settings with which replies can be scored; None: nothing scores them
-    was_tuned: bool = False  # on rows, so that training on rewards can follow
+    reward_words: list[str] | None = None  # the settings with which replies can be scored, of a model tuned on rows

@@ -58,11 +58,14 @@ class Ranks:
 
         `progress` is called with the rows that this rank has read so far and with their total.
         """
-        return self.own.read_log_probs(rows, temperature, progress)
+        return self._read("read_log_probs", rows, temperature, progress)
 
     def read_reference(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
         """log π of the reference for each row, in the same way."""
-        return self.own.read_reference(rows, temperature)
+        return self._read("read_reference", rows, temperature)
+
+    def _read(self, method: str, rows: Sequence[Row], temperature: float, *more: Any) -> list[torch.Tensor]:
+        return getattr(self.own, method)(rows, temperature, *more)
 
     def fill_reference(self, rows: Sequence[Row], temperature: float = 1.0) -> None:
         """Set the reference's log-probs on `rows`, if the loss has a reference; it reads the prompts meant for it."""
@@ -101,7 +104,7 @@ class Ranks:
         return {f"memory/rank_{number}_gb": peak for number, peak in enumerate(self.on_all("peak_gb"))}
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Rank(Learner[Any]):
     """One rank's model, or its part of it, and the work that all ranks do at once."""
 

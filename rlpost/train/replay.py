@@ -273,7 +273,7 @@ class Trial:
         model, optimizer = trainable.model, trainable.optimizer
         microbatches = Microbatches(settings.microbatch_tokens, device_of(model), settings.model.autocast)
         reference = trainable.reference if settings.needs_reference else None
-        rank = StillRank(model, optimizer, objective, settings.optim, reference, microbatches=microbatches)
+        rank = StillRank(model, optimizer, objective, settings.optim, reference, microbatches)
         ranks = Ranks()
         ranks.begin(rank, None)
         step = ReplayedStep(recorded["step"], recorded["step"], ranks)

@@ -120,6 +120,11 @@ def kept_of(model: ModelSettings, policy: PolicySettings, changes: Iterable[Chan
     }
 
 
+def today() -> str:
+    """The current day."""
+    return date.today().isoformat()
+
+
 def _plain(value: Any) -> Any:
     """A value of a setting as config.yaml has it."""
     return value.name if isinstance(value, Enum) else value
@@ -175,7 +180,7 @@ class _Resolving(Generic[S]):
             value = kept.get(key)
             if isinstance(value, int | float | str) and (key, value) != (CORRECTION, SamplerCorrection.none.name):
                 self.take(key, value, AS_BEGUN)
-        self.take(DAY, kept.get(DAY) or date.today().isoformat(), AS_BEGUN if kept.get(DAY) else "today")
+        self.take(DAY, kept.get(DAY) or today(), AS_BEGUN if kept.get(DAY) else "today")
 
     def choose_rate(self, shape: Shape) -> None:
         """Choose the learning rate by the size of the model."""

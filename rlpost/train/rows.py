@@ -24,7 +24,6 @@ from rlpost.data.demonstrations import Demonstration, E, Encoded, Sample
 from rlpost.data.encoding import LazySamples, RowEncoder, encode_all
 from rlpost.data.faults import BadRows
 from rlpost.data.order import OrderedRows
-from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import look_at_lengths
@@ -42,7 +41,7 @@ from rlpost.settings import EnvSettings, FineTuningSettings, OwnRowsSettings, Sa
 from rlpost.text import counted
 from rlpost.train.facts import Seen, Tokens, facts_of, trained_on_too
 from rlpost.train.parts import HeldOut, ObjectiveT, Parts
-from rlpost.train.progress import Closing, check_enough_to_decide
+from rlpost.train.progress import Closing
 from rlpost.train.ranks import Ranks
 from rlpost.train.resolve import Change
 from rlpost.weight_sync.base import WeightUpdater, default_updater
@@ -116,8 +115,26 @@ class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
         return None if settings.steps is not None else (settings.epochs or 1) * self.samples.count() - self.position
 
     def stream(self, note: Callable[[str], None]) -> Iterator[E]:
-        """The samples from the saved position on, without end; see `samples_from`."""
-        return samples_from(self.samples, self._drawn, note)
+        """The samples from the saved position on, without end.
+
+        Of many rows, which are encoded here, untrainable ones are skipped, and the next take their
+        place: the first of each kind is given to `note`. Raises DataError where more than
+        `max_bad_share` of the rows met so far are bad.
+        """
+        samples, rows, drawn = self.samples, self.lazy, self._drawn
+        if rows is None:
+            yield from samples.iter_from(drawn)
+            return
+        noted: set[tuple[str, str]] = set()
+        for place in itertools.count(drawn):
+            sample, is_news = rows.meet(samples.row_at(place), first_pass=place < len(rows))
+            fault = sample.fault.value if sample.fault else ""
+            done = "the rest is trained on" if sample.num_trained else "skipped"
+            if is_news and (fault, done) not in noted:  # the end of the run counts them all
+                noted.add((fault, done))
+                note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
+            if sample.num_trained:
+                yield sample
 
     def take(self, stream: Iterator[E]) -> list[E]:
         """The samples of a step: a minibatch, or fewer where training ends."""
@@ -133,7 +150,7 @@ class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
 
     def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:
         """The facts of this training; `seen` says what is known of it beside its parts."""
-        settings, env, samples, lazy = self.settings, self.settings.env, self.samples.rows, self.lazy
+        settings, samples, lazy = self.settings, self.samples.rows, self.lazy
         trained = lazy.num_trained if lazy else sum(sample.num_trained for sample in samples)
         read = lazy.num_read if lazy else sum(sample.num_read for sample in samples)
         notes = [
@@ -142,10 +159,6 @@ class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
             *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
             *(f"bad rows held out: {line}" for line in self.bad_held_out.lines()),
         ]
-        if self.policy is not None:
-            check_enough_to_decide(settings.eval, env, self.eval_env.num_tasks)
-            cut = thinking_cut_short(self.tokenizer, env.max_completion_tokens, "env.max_completion_tokens")
-            notes += [cut] if cut else []
         if self.shared:
             notes.append(trained_on_too(self.shared, counted(len(self.held_out), "held-out row"), "a loss"))
         seen = replace(
@@ -164,7 +177,7 @@ class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
         bad = []
         if self.lazy is not None and self.lazy.met:
             bad = [f"bad rows met in training: {self.lazy.met:,}, {self.lazy.skipped:,} of all drawn were skipped"]
-        return Closing(notes=bad, talks=True, reward_words=self.words_for_rewards, was_tuned=True)
+        return Closing(notes=bad, talks=True, reward_words=self.words_for_rewards)
 
     @property
     def words_for_rewards(self) -> list[str] | None:
@@ -235,29 +248,6 @@ class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
                 f"--resume: the run has {state['samples']}, and this data gives {these}: resume with the data, the "
                 "tokenizer and the env settings it began with; only rows that were not drawn yet may go"
             )
-
-
-def samples_from(samples: OrderedRows[E], drawn: int, note: Callable[[str], None]) -> Iterator[E]:
-    """The samples that follow the first `drawn` rows, without end.
-
-    Of many rows, which are encoded here, untrainable ones are skipped, and the next take their
-    place: the first of each kind is given to `note`. Raises DataError where more than
-    `max_bad_share` of the rows met so far are bad.
-    """
-    rows = samples.rows
-    if not isinstance(rows, LazySamples):
-        yield from samples.iter_from(drawn)
-        return
-    noted: set[tuple[str, str]] = set()
-    for place in itertools.count(drawn):
-        sample, is_news = rows.meet(samples.row_at(place), first_pass=place < len(rows))
-        fault = sample.fault.value if sample.fault else ""
-        done = "the rest is trained on" if sample.num_trained else "skipped"
-        if is_news and (fault, done) not in noted:  # the end of the run counts them all
-            noted.add((fault, done))
-            note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
-        if sample.num_trained:
-            yield sample
 
 
 def assemble_rows(

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from rlpost.config.paths import newest_checkpoint, step_of
+from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
 from rlpost.estimate.machine import ranks_started
 from rlpost.estimate.needs import Machine, Needs, needs_of, share_beside
@@ -43,7 +44,7 @@ from rlpost.text import without_passwords
 from rlpost.train.facts import Seen, needs_facts
 from rlpost.train.gate import gate_of, restart_with_weights
 from rlpost.train.parts import Parts
-from rlpost.train.progress import ENDS_TRAINING, Progress, evaluations_until, why_ended
+from rlpost.train.progress import ENDS_TRAINING, Progress, check_enough_to_decide, evaluations_until, why_ended
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import Change, in_yaml, kept_of, resolve
 from rlpost.train.signals import Signals, Stopped
@@ -281,14 +282,12 @@ class Run(Generic[S, P]):
         report = {"what": what, "parameters_with_bad_gradient": self.ranks.bad_gradients()}
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         save_model(self.parts.model, self.parts.tokenizer, folder / "model")
-        return DivergedError(  # the weights at the stop are likely to be ruined already
+        advice = "begin again with a lower optim.lr"  # the weights at the stop are likely to be ruined already
+        if last is not None:
+            advice = f"--resume auto with a lower optim.lr goes on from {last}"
+        return DivergedError(
             f"stopped before an update that would have destroyed the weights: {what}. The minibatch, the weights and a "
-            f"report are in {folder}; "
-            + (
-                f"--resume auto with a lower optim.lr goes on from {last}"
-                if last
-                else "begin again with a lower optim.lr"
-            )
+            f"report are in {folder}; {advice}"
         )
 
     def begin_ranks(self) -> None:
@@ -302,14 +301,7 @@ class Run(Generic[S, P]):
             progress=lambda done, total: self.screen.phase("training", done=done, total=total),
             in_step=is_sharded(parts.model),
         )
-        own = Rank(
-            model=parts.model,
-            optimizer=parts.optimizer,
-            objective=parts.objective,
-            optim=self.settings.optim,
-            reference=parts.reference,
-            microbatches=microbatches,
-        )
+        own = Rank(parts.model, parts.optimizer, parts.objective, self.settings.optim, parts.reference, microbatches)
         self.ranks.begin(own, tokens)
 
     # Beginning, going on, ending
@@ -338,7 +330,7 @@ class Run(Generic[S, P]):
 
     def _seen(self, needs: Needs | None) -> Seen:
         """The machine and model of the training, in words."""
-        model = self.parts.model
+        parts, model, env = self.parts, self.parts.model, self.settings.env
         size = parameters_text(sum(each.numel() for each in model.parameters()))
         group = getattr(self.settings, "group_size", 1)  # rows that share a prompt
         adapter = ""
@@ -346,6 +338,12 @@ class Run(Generic[S, P]):
             from rlpost.model.lora import describe_adapter
 
             adapter = describe_adapter(model)
+        notes = notes_of_model(self.settings.model, self.settings.lora.path)
+        if parts.policy is not None:
+            if self.settings.eval.enabled:
+                check_enough_to_decide(self.settings.eval, env, parts.eval_env.num_tasks)
+            cut = thinking_cut_short(parts.tokenizer, env.max_completion_tokens, "env.max_completion_tokens")
+            notes += [cut] if cut else []
         return Seen(
             model=f"{describe(self.parts.model_folder)}, {size}, {model.device}",
             writes=f"{self.folder.path}{f', and {self.tracking.name} follows' if self.tracking else ''}",
@@ -354,7 +352,7 @@ class Run(Generic[S, P]):
             adapter=adapter,
             ranks=self.ranks.count,
             steps=self.total_steps,
-            notes=notes_of_model(self.settings.model, self.settings.lora.path),
+            notes=notes,
             is_resumed=self.is_resumed,
         )
 

@@ -13,7 +13,6 @@ from tensordict import TensorDictBase
 from rlpost.collectors.sync import SyncCollector
 from rlpost.data.conversation import CUT, PolicyVersionLabel
 from rlpost.data.replay_buffer import GroupBuffer
-from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, RewardError
 from rlpost.objectives.advantage import equal_up_to_rounding
@@ -23,7 +22,7 @@ from rlpost.screen import Screen
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
 from rlpost.train.facts import Seen, facts_of, trained_on_too
 from rlpost.train.parts import HeldOut, ObjectiveT, Parts
-from rlpost.train.progress import Closing, check_enough_to_decide
+from rlpost.train.progress import Closing
 from rlpost.train.ranks import Ranks
 from rlpost.train.resolve import Change
 from rlpost.train.step import Step
@@ -48,24 +47,17 @@ class SamplingParts(Parts[ObjectiveT]):
         """The facts of this training; `seen` says what is known of it beside its parts."""
         settings, env, held_out = self.settings, self.settings.env, self.eval_env
         has_rows, measured = hasattr(env, "path"), settings.eval.enabled
-        notes = [thinking_cut_short(self.tokenizer, env.max_completion_tokens, "env.max_completion_tokens")]
+        notes: list[str] = []
         for part in held_out.parts if measured else ():
             if shared := part.prompts_shared_with(self.env):
                 where = f" of {part.source_name}" if part.source_name else ""
                 notes.append(trained_on_too(shared, f"{part.num_tasks} held-out prompts{where}", "figures"))
-        if measured:
-            check_enough_to_decide(settings.eval, env, held_out.num_tasks)
         seen = replace(
             seen,
             policy=self.policy.name,
             rows=self.env.num_tasks if has_rows else None,
             held_out=held_out.num_tasks if measured else None,
-            notes=[
-                *seen.notes,
-                *(note for part in self.env.parts for note in part.notes),
-                *filter(None, notes),
-                *self.notes,
-            ],
+            notes=[*seen.notes, *(note for part in self.env.parts for note in part.notes), *notes, *self.notes],
         )
         return facts_of(settings, changes, seen)
 

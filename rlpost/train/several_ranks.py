@@ -42,7 +42,7 @@ from rlpost.runs.checkpoint import restore_moments
 from rlpost.settings import ClusterSettings, ModelSettings
 from rlpost.settings.commands import TrainingSettings
 from rlpost.train.process_group import Place, device_of, forget_place, form_group, leave_group
-from rlpost.train.ranks import Progress, Rank, Ranks
+from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.update import Microbatches, Objective, Update
 from rlpost.weight_sync.base import named_weights
 
@@ -94,7 +94,7 @@ class SeveralRanks(Ranks):
             futures = [other.submit("begin", own.objective, tokens_per_microbatch) for other in self.others]
             self._answers(futures, "loading the model", LOAD_SECONDS)
         if is_sharded(own.model):
-            announce_with(own.model, self._gather)
+            announce_with(own.model, partial(self._tell, "gather"))
 
     def update(self, minibatch: Sequence[Row], number: int) -> Update[Any]:
         """Take optimizer step `number` (from 0), each rank on its share of `minibatch`."""
@@ -110,16 +110,6 @@ class SeveralRanks(Ranks):
         read = self._in_order(shares, [mine.log_probs, *(each.log_probs for each in theirs)]) if mine.stepped else []
         return Update(outputs, mine.grad_norm, mine.stepped, read)
 
-    def read_log_probs(
-        self, rows: Sequence[Row], *, temperature: float = 1.0, progress: Progress = lambda done, total: None
-    ) -> list[torch.Tensor]:
-        """log π of the trained model for each row; `progress` is called for the rows of this rank's share."""
-        return self._read("read_log_probs", rows, temperature, progress)
-
-    def read_reference(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
-        """log π of the reference for each row."""
-        return self._read("read_reference", rows, temperature)
-
     def on_all(self, method: str, *arguments: Any) -> list[Any]:
         """See `Ranks.on_all`."""
         with self._naming():
@@ -128,9 +118,6 @@ class SeveralRanks(Ranks):
             return [own, *self._answers(futures, f"the answer to {method}")]
 
     # Calls to the others
-
-    def _gather(self, name: str) -> None:
-        self._tell("gather", name)
 
     def _read(self, method: str, rows: Sequence[Row], temperature: float, *more: Any) -> list[torch.Tensor]:
         shares = self._shares(rows)
@@ -382,12 +369,12 @@ class OtherRank:
         """Get ready to work, with the `objective` and the budget of one forward and backward."""
         settings, loaded = self._settings, self._trainable
         self._rank = Follower(
-            model=loaded.model,
-            optimizer=loaded.optimizer,
-            objective=objective,
-            optim=settings.optim,
-            reference=loaded.reference,
-            microbatches=Microbatches(
+            loaded.model,
+            loaded.optimizer,
+            objective,
+            settings.optim,
+            loaded.reference,
+            Microbatches(
                 tokens_per_microbatch,
                 weights.device_of(loaded.model),
                 forward_precision(settings.cluster, settings.model),

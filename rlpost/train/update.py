@@ -61,7 +61,7 @@ class Learner(Generic[Out]):
     optimizer: torch.optim.Optimizer
     objective: Objective[Out]
     optim: OptimSettings
-    reference: Reference | None = None  # the frozen model that the objective compares with
+    reference: Reference | None  # the frozen model that the objective compares with
 
 
 @dataclass
@@ -92,7 +92,7 @@ def gradient_of(learner: Learner[Out], microbatches: Microbatches, minibatch: Se
 def update(
     learner: Learner[Out], microbatches: Microbatches, minibatch: Sequence[Row], number: int, total_updates: int = 1
 ) -> Update[Out]:
-    """Optimizer step `number` (from 0) of the `total_updates` of the run, over `minibatch`, or over all ranks' minibatches together.
+    """Optimizer step `number` (from 0) of `total_updates`, over `minibatch`, or over all ranks' minibatches together.
 
     Raises FloatingPointError, before any weight changed, if the loss or the gradient is not finite.
     """

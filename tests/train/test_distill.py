@@ -82,7 +82,7 @@ def gradients(
     microbatches = Microbatches(tokens, torch.device("cpu"), Autocast.none)
     optimizer = torch.optim.SGD(model.parameters())
     reference = partial(nullcontext, frozen)
-    rank = Rank(model, optimizer, objective, OptimSettings(), reference, microbatches=microbatches)
+    rank = Rank(model, optimizer, objective, OptimSettings(), reference, microbatches)
     for row, log_probs in zip(rows, rank.read_reference(rows, TEMPERATURE), strict=True):
         row.ref_log_probs = log_probs
     update = gradient_of(rank, microbatches, rows)

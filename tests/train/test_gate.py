@@ -48,7 +48,7 @@ def assembled(*words: str) -> tuple[GRPOParts, Ranks]:
     parts.policy.start()
     ranks = Ranks()
     microbatches = Microbatches(None, parts.model.device, settings.model.autocast)
-    rank = Rank(parts.model, parts.optimizer, parts.objective, settings.optim, microbatches=microbatches)
+    rank = Rank(parts.model, parts.optimizer, parts.objective, settings.optim, None, microbatches)
     ranks.begin(rank, None)
     return parts, ranks
 
