@@ -63,7 +63,7 @@ def choose_precision(
     used = ", ".join(
         f"{dtype.value} {' and '.join(n for n in uses if uses[n] is dtype)}" for dtype in dict.fromkeys(uses.values())
     )
-    warning = _warning(set(uses.values()), device, named)
+    warning = _warning(set(uses.values()), device, named, going_on=kept is not None)
     return Precision(chosen, sampler, used, "; ".join(reasons), warning)
 
 
@@ -111,14 +111,13 @@ def _named_keys(model: ModelSettings, sampler: DType) -> list[str]:
     return [key for key, named in keys.items() if named]
 
 
-def _warning(used: set[DType], device: torch.device, named: list[str]) -> str | None:
-    """A warning if `device` is much faster in another dtype than in one that was named."""
-    if not named:
+def _warning(used: set[DType], device: torch.device, named: list[str], *, going_on: bool) -> str | None:
+    """A warning if `device` is much faster in another dtype than in one that was named or kept."""
+    if not named and not going_on:
         return None
-    advice = f"leave {' and '.join(named)} out"
     if device.type != "cpu":
         fast, reason = bfloat16_is_fast(device)
-        return None if fast or DType.bfloat16 not in used else f"{reason}: {advice}"
+        return None if fast or DType.bfloat16 not in used else f"{reason}: {_advice(DType.float32, named, going_on)}"
     speeds = product_speeds()
     fastest = max(speeds, key=lambda dtype: speeds[dtype])
     slow = next((dtype for dtype in speeds if dtype in used and speeds[fastest] > MUCH_SLOWER * speeds[dtype]), None)
@@ -126,8 +125,17 @@ def _warning(used: set[DType], device: torch.device, named: list[str]) -> str | 
         return None
     return (
         f"{slow.value} products run at {_rate(speeds[slow])} GFLOP/s a core here, {fastest.value} ones at "
-        f"{_rate(speeds[fastest])}: {advice}"
+        f"{_rate(speeds[fastest])}: {_advice(fastest, named, going_on)}"
     )
+
+
+def _advice(better: DType, named: list[str], going_on: bool) -> str:
+    """How to compute in the dtype `better`: a resumed run keeps its own unless another is named."""
+    if not going_on:
+        return f"leave {' and '.join(named)} out"
+    autocast = Autocast.bfloat16 if better is DType.bfloat16 else Autocast.none
+    words = [f"{key}={autocast.value if key == AUTOCAST else better.value}" for key in named or [AUTOCAST]]
+    return f"the run began so; {' '.join(words)} changes it"
 
 
 def _rate(speed: float) -> str:

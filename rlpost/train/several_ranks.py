@@ -130,11 +130,9 @@ class SeveralRanks(Ranks):
     @staticmethod
     def _in_order(shares: list[list[int]], values: Sequence[Sequence[Any]]) -> list[Any]:
         """The values of each rank's share of the rows, in the order of the rows."""
-        found = {
-            place: each
-            for share, own in zip(shares, values, strict=True)
-            for place, each in zip(share, own, strict=True)
-        }
+        found: dict[int, Any] = {}
+        for share, own in zip(shares, values, strict=True):
+            found.update(zip(share, own, strict=True))
         return [found[place] for place in range(len(found))]
 
     def _shares(self, rows: Sequence[Row]) -> list[list[int]]:

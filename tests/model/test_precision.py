@@ -127,6 +127,9 @@ def test_a_run_that_goes_on_keeps_its_format_until_another_is_named(machine: Mac
     says("train", line(numbers))
     assert numbers.warning is None  # slower, not four times
     assert chosen(kept=KEPT_BFLOAT16, autocast=Autocast.none).sampler is DType.float32
+    machine(1.2)
+    says("train", chosen(kept=KEPT_BFLOAT16).warning)
+    says("train", chosen(kept=KEPT_BFLOAT16, dtype=DType.bfloat16).warning)
 
 
 @pytest.mark.parametrize("has", [True, False])
