@@ -85,6 +85,23 @@ def _places(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) -> list
     return places
 
 
+def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy `weights` into `model`; a TensorDictModule also takes them under the names of the module it wraps.
+
+    Raises ValueError, and changes nothing, if they do not fit.
+    """
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        inner = {name.removeprefix("module."): value for name, value in own.items()}
+        own = inner if inner.keys() == weights.keys() else own
+    wrong = sorted(own.keys() ^ weights.keys()) or [n for n, value in own.items() if weights[n].shape != value.shape]
+    if wrong:
+        raise ValueError(f"the weights do not fit the policy at {wrong[0]}: give those of a module like it")
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(weights[name])
+
+
 def save_one_by_one(
     weights: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: torch.dtype | None = None
 ) -> None:

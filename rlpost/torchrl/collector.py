@@ -15,7 +15,7 @@ from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBas
 
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.envs.transforms.training import PolicyVersion
-from rlpost.model.weights import SavedWeights, copy_weights
+from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.torchrl.collector_base import CollectorBase, postprocessed
 from rlpost.torchrl.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
 from rlpost.weight_sync.base import named_weights
@@ -201,14 +201,11 @@ class Collector(CollectorBase):
         """Load weights into the policy, all or none, and raise its version.
 
         They come from a module, a TensorDict or a mapping; the default is the given policy, and this one may be
-        a copy of it on another device. Raises PolicyError for weights that do not fit.
+        a copy of it on another device. Raises ValueError for weights that do not fit.
         """
         with self.pause():
             source = self._given if policy_or_weights is None else policy_or_weights
-            policy, weights = cast(torch.nn.Module, self.policy), named_weights(cast(Any, source))
-            if policy.state_dict().keys() != weights.keys():  # those of the module that a TensorDictModule wraps
-                policy = getattr(policy, "module", policy)
-            copy_weights(weights, policy)
+            load_weights(cast(torch.nn.Module, self.policy), named_weights(cast(Any, source)))
             if self.policy_version_tracker is not None:
                 self.policy_version_tracker.increment_version()
 

@@ -142,7 +142,7 @@ def test_weights_go_over_and_their_version_with_them(frames: AsyncCollector) -> 
     batch = next_of(frames)
     assert torch.equal(batch["action"], batch["observation"] * 3)
     assert batch["policy_version"].unique().tolist() == [2]
-    with pytest.raises(PolicyError, match="bias"):
+    with pytest.raises(ValueError, match="bias"):
         frames.update_policy_weights_(torch.nn.Linear(1, 1))
     assert frames.policy_version == 2
     frames.update_policy_weights_()  # those of the policy that was given

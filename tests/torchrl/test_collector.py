@@ -12,7 +12,6 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from rlpost.collectors import Collector
-from rlpost.errors import PolicyError
 
 
 def make(env: Any = None, policy: Any = half, **options: Any) -> Collector:
@@ -145,7 +144,7 @@ def test_weights_arrive_whole_or_not_and_raise_the_version() -> None:
     collector.update_policy_weights_(TensorDict.from_module(wrapped))
     collector.update_policy_weights_({"scale": torch.tensor(4.0)})
     assert own.scale == 4.0
-    with pytest.raises(PolicyError, match="bias"):
+    with pytest.raises(ValueError, match="bias"):
         collector.update_policy_weights_(torch.nn.Linear(1, 1))
     batch = collector.rollout()
     assert torch.equal(batch["action"], batch["observation"] * 4)
