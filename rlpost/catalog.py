@@ -75,6 +75,7 @@ class Command(Generic[S]):
 USUAL = {"model": "smollm2", "env": "arithmetic", "policy": "auto", "optim": "adamw", "tracking": "none"}
 TRAINED = {**USUAL, "cluster": "none"}
 SAMPLED = {**TRAINED, "collector": "sync", "loss": "grpo"}
+BY_PASS_RATE = ("env.pass_rates", "env.min_pass_rate", "env.max_pass_rate")  # which choose prompts to sample from
 TRAIN_GRPO: Command[commands.GRPOSettings] = Command(
     "train grpo",
     "grpo",
@@ -95,6 +96,7 @@ TRAIN_SFT: Command[commands.SFTSettings] = Command(
     "sft",
     "SFTSettings",
     TRAINED | {"loss": "sft"},
+    without=BY_PASS_RATE,
     optional=("env.reward",),
     short="Fine-tune on demonstrations.",
     doc="Fine-tune on demonstrated replies: an environment's own, or rows of yours (env=dataset env.path=FILE).",
@@ -111,13 +113,7 @@ TRAIN_DPO: Command[commands.DPOSettings] = Command(
     "dpo",
     "DPOSettings",
     TRAINED | {"env": "dataset", "loss": "dpo"},
-    without=(
-        "env.completion_column",
-        "env.prompt_template",
-        "env.pass_rates",
-        "env.min_pass_rate",
-        "env.max_pass_rate",
-    ),
+    without=("env.completion_column", "env.prompt_template", *BY_PASS_RATE),
     optional=("env.reward",),
     short="Learn from pairs of replies.",
     doc="Learn which of two replies is the better one, from rows with prompt, chosen and rejected (env.path=FILE).",

@@ -21,6 +21,7 @@ from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies.base import Request, request_seed
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.settings import Autocast, ModelSettings, SamplingSettings, TransformersSettings
+from rlpost.text import counted
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,17 @@ class Chat:
         if ids:
             self.messages = [*messages, {"role": "assistant", "content": reply.text}]
         return reply
+
+    def ending(self, reply: Reply) -> str:
+        """The line under a reply: tokens, their speed, and why it ended."""
+        reasons = {
+            "stop": "stopped",
+            "length": f"cut at --max-tokens {self.max_tokens}",
+            "context": f"cut at the end of the context, {self.policy.max_model_len} tokens: /reset begins anew",
+            "interrupted": "stopped by Ctrl-C",
+        }
+        speed = reply.tokens / reply.seconds if reply.seconds > 0 else 0.0
+        return f"{counted(reply.tokens, 'token')}, {speed:.1f} tokens/s, {reasons[reply.finish_reason]}"
 
     def _sample(
         self, prompt_ids: list[int], max_tokens: int, ids: list[int], stream: TextStream, show: Callable[[str], None]

@@ -8,17 +8,21 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from rlpost.errors import DataError
+from rlpost.errors import CheckpointError, DataError
 
 T = TypeVar("T")
 
 log = logging.getLogger("rlpost")
+MANIFEST = (
+    "manifest.json"  # of a checkpoint: size and SHA-256 of every file; written last, so one without it is not whole
+)
 MORE_SHARED = "give the container more shared memory (docker run --shm-size=8g)"
 
 _ELEMENT = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]+)""")
@@ -93,6 +97,26 @@ def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[A
     return read(content)
 
 
+def made_once(final: Path, proof: str, make: Callable[[Path], None]) -> Path:
+    """The folder `final` of the cache; without its file `proof`, `make` fills a folder that takes its place."""
+    if (final / proof).is_file():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
+            making = Path(scratch) / final.name
+            make(making)
+            try:
+                os.rename(making, final)
+            except OSError:  # another process was first, or an incomplete folder lies there
+                if not (final / proof).is_file():
+                    shutil.rmtree(final)
+                    os.rename(making, final)
+    except OSError as error:
+        raise DataError(f"cannot write the cache {final}: {error}; set XDG_CACHE_HOME to a writable folder") from error
+    return final
+
+
 def locked(file: IO[str], *, shared: bool = False) -> bool:
     """Lock an open file until it is closed; False if another process holds the lock."""
     try:
@@ -110,6 +134,31 @@ def bytes_of(folder: Path) -> int:
             with suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(where, name)).st_size
     return total
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_manifest(checkpoint: Path, advice: str) -> dict[Path, tuple[int, str]]:
+    """File -> size and SHA-256. Raises CheckpointError, ending in `advice`, if it cannot be read."""
+    try:
+        manifest = json_in(checkpoint / MANIFEST)
+        return {checkpoint / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); {advice}"
+        ) from error
+
+
+def check_listed(file: Path, expected: tuple[int, str] | None, advice: str) -> None:
+    """Raise CheckpointError, ending in `advice`, unless `file` has the `expected` size and SHA-256."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: the checkpoint is damaged, {advice}")
+    if (file.stat().st_size, sha256(file)) != expected:
+        raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, {advice}")
 
 
 def digest_of(files: Iterable[Path]) -> str:

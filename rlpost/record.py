@@ -51,31 +51,91 @@ HELD_OUT_FIGURES = (
 TRAINED_LOSSES = ("loss/dpo", "loss/distill", "loss/sft")  # the main loss of a step, where no reward is trained on
 DECIDING = "eval/deciding_"  # prefix of figures that only decide when training ends
 
-WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> its meaning
-    "accuracy": "completions with a right answer",
-    "pairs": "pairs whose chosen reply has the higher implicit reward",
-    "selected": "completions good enough to train on",
-    "tokens": "mean length of a completion",
-    "lag": "weight updates between sampling and training",
-    "ess": "effective share of the sample, 1 if all weigh the same",
-    "gap": "mean difference of sampler and trainer in log-prob, nats a token",
-    "grad": "norm of the gradient",
-    "entropy": "nats a token, 0 if the model is certain",
-    "no spread": "groups with equal rewards, which teach nothing",
-    "truncated": "completions cut at the token limit",
-    "kl to ref": "distance from the reference model, nats a token",
-    "kl to teacher": "distance from the teacher, nats a token",
-    "clipped": "tokens whose policy ratio the loss clips",
-    "reward sd": "standard deviation of the rewards",
-    "rollout": "sampling completions",
-    "scoring": "rewards",
-    "sync": "weights to the sampler",
+
+class Metric(NamedTuple):
+    """How a figure of metrics.jsonl is called: its title, its unit, and its short word on the screen."""
+
+    title: str
+    unit: str = ""
+    word: str = ""
+
+
+SHARE = "%"
+METRICS = {  # in the order of a report's page
+    "reward/mean": Metric("reward of the step's completions"),
+    "accuracy/lenient": Metric("completions with a right answer", SHARE, "accuracy"),
+    "accuracy/strict": Metric("completions with a right answer in the exact form", SHARE),
+    "loss/sft": Metric("training loss per token"),
+    "loss/dpo": Metric("training loss per pair"),
+    "loss/distill": Metric("distillation loss per token"),
+    ACCURACY: Metric("held-out accuracy", SHARE),
+    STRICT: Metric("held-out strict accuracy", SHARE),
+    REWARD: Metric("held-out reward"),
+    LOSS: Metric("held-out loss"),
+    PAIR_ACCURACY: Metric("held-out pairs whose chosen reply is preferred", SHARE),
+    MARGIN: Metric("held-out reward margin"),
+    "pair_accuracy": Metric("pairs whose chosen reply is preferred", SHARE, "pairs"),
+    "reward_margin": Metric("reward margin, chosen minus rejected"),
+    "rewards/chosen": Metric("implicit reward of chosen replies"),
+    "rewards/rejected": Metric("implicit reward of rejected replies"),
+    "reward/std": Metric("standard deviation of the rewards", "", "reward sd"),
+    "reward/failed": Metric("completions whose reward failed"),
+    "reward/mean_drawn": Metric("reward of all completions drawn"),
+    "reward/kl_penalty": Metric("KL penalty in the reward"),
+    "groups/zero_std": Metric("groups with equal rewards, which teach nothing", SHARE, "no spread"),
+    "selected/share": Metric("completions good enough to train on", SHARE, "selected"),
+    "selected/reward_mean": Metric("reward of the selected completions"),
+    "completion/tokens_mean": Metric("mean tokens of a completion", "", "tokens"),
+    "completion/truncated": Metric("completions truncated at the limit", SHARE, "truncated"),
+    "eval/tokens_mean": Metric("tokens of a held-out completion"),
+    "eval/truncated": Metric("held-out completions truncated at the limit", SHARE),
+    "eval/failed": Metric("held-out completions whose reward failed"),
+    "turns/mean": Metric("turns of a conversation"),
+    "turns/ran_out": Metric("conversations that ran out of turns", SHARE),
+    "tools/calls_mean": Metric("tool calls of a completion"),
+    "tools/errors_mean": Metric("failed tool calls of a completion"),
+    "loss/policy": Metric("policy loss"),
+    "loss/kl": Metric("KL term of the loss"),
+    "loss/entropy": Metric("entropy term of the loss"),
+    "entropy": Metric("entropy of the policy in nats a token, 0 if it is certain", "", "entropy"),
+    "kl/ref": Metric("distance from the reference model, nats a token", "", "kl to ref"),
+    "kl/teacher": Metric("distance from the teacher, nats a token", "", "kl to teacher"),
+    "kl/sampler": Metric("distance of sampler and trainer (KL), nats a token"),
+    "sampler/logprob_gap": Metric("difference of sampler and trainer in log-prob, nats a token", "", "gap"),
+    "sampler/ess": Metric("effective share of the sample, 1 if all weigh the same", SHARE, "ess"),
+    "sampler/cut": Metric("tokens whose sampler weight is bounded", SHARE),
+    "ess": Metric("effective sample of the update", SHARE),
+    "ratio/clip_fraction": Metric("tokens whose policy ratio the loss clips", SHARE, "clipped"),
+    "ratio/clip_low": Metric("tokens clipped at the lower bound", SHARE),
+    "ratio/clip_high": Metric("tokens clipped at the upper bound", SHARE),
+    "grad_norm": Metric("norm of the gradient, before clipping", "", "grad"),
+    "lr": Metric("learning rate"),
+    "epoch": Metric("passes over the rows"),
+    "policy/version": Metric("weight updates when the completions were sampled"),
+    "policy/lag_mean": Metric("weight updates between sampling and training", "", "lag"),
+    "policy/lag_max": Metric("most weight updates between sampling and training"),
+    "groups/drawn": Metric("groups sampled"),
+    "groups/dropped": Metric("groups left out"),
+    "groups/evicted": Metric("groups evicted, since the run began"),
+    "buffer/dropped_by_age": Metric("groups dropped by age, since the run began"),
+    "tokens/generated": Metric("tokens generated"),
+    "tokens/read": Metric("tokens read"),
+    "tokens/trained": Metric("tokens trained on"),
+    "memory/peak_gb": Metric("peak memory", "GB"),
+    "memory/host_gb": Metric("peak memory of the machine", "GB"),
+    "time/step": Metric("time of a step", "s"),
+    "time/rollout": Metric("sampling completions", "s", "rollout"),
+    "time/reward": Metric("scoring completions", "s", "scoring"),
+    "time/wait": Metric("training waiting for completions", "s", "wait"),
+    "time/train": Metric("training", "s"),
+    "time/sync": Metric("weights to the sampler", "s", "sync"),
+    "time/idle": Metric("samplers waiting for training", "s", "idle"),
+}
+WORDS = {each.word: each.title for each in METRICS.values() if each.word} | {  # short word -> its meaning
     "check": "comparing sampler and trainer",
     "eval": "held-out data",
     "save": "checkpoints",
     "record": "metrics and completions to disk",
-    "wait": "training waits for completions",
-    "idle": "samplers wait for training",
     "rest": "all else",
 }
 
@@ -166,8 +226,8 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
 def metrics_row(line: str) -> dict[str, Any] | None:
     """One line of metrics.jsonl, with None for numbers that are not finite; None for an incomplete line."""
     try:
-        row = json.loads(line, parse_float=_finite, parse_int=_whole, parse_constant=lambda nan: None)
-    except (ValueError, RecursionError):
+        row = json.loads(line, parse_constant=lambda nan: None)
+    except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
@@ -210,9 +270,8 @@ def has_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
-    """A figure of a metrics row; None if it is missing or was not finite."""
-    value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """A figure of a metrics row; None if it is missing or was not finite when it was recorded."""
+    return row.get(key)
 
 
 def interval(row: Mapping[str, Any], key: str = "eval/accuracy_lenient") -> Interval | None:
@@ -287,16 +346,24 @@ def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[HeldOu
     return [HeldOut(name, key, interval(before, key), interval(after, key)) for name, key in named]
 
 
+def prompts_of(found: Sequence[HeldOut]) -> int | None:
+    """How many prompts held-out figures were measured on; None if that is not known, or if rows were measured."""
+    figures = [figure for each in found if each.key not in OF_ROWS for figure in (each.after, each.before) if figure]
+    return figures[0].prompts if figures else None
+
+
+def held_out_lines(found: Sequence[HeldOut], prompts: int | None) -> list[str]:
+    """Held-out figures before and after training, one a line, for a page that names the number of `prompts`."""
+    lines = []
+    for each in found:
+        unit = "row" if each.key in OF_ROWS else "prompt"
+        pair = (f.as_text(unit, shown=prompts) if f else "not measured" for f in (each.before, each.after))
+        lines.append(f"{each.name:<18}{'  ->  '.join(pair)}")
+    return [*lines, MEANS_STRICT] if any(each.key == STRICT for each in found) else lines
+
+
 def one_of_each_first(rows: Sequence[R], key: str) -> list[R]:
     """`rows` with the first of each value of `key` in front, otherwise in their order."""
     numbers: dict[Any, int] = {}
     is_first = [numbers.setdefault(row[key], i) == i for i, row in enumerate(rows)]
     return [row for first in (True, False) for row, its in zip(rows, is_first, strict=True) if its is first]
-
-
-def _finite(text: str) -> float | None:
-    return value if math.isfinite(value := float(text)) else None
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if len(text) <= 18 else None

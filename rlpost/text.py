@@ -204,6 +204,23 @@ def wrapped(line: str, width: int) -> list[str]:
     return [*rows, row]
 
 
+def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end: bool = False) -> list[str]:
+    """Text wrapped at `width` columns, its control characters shown.
+
+    Of more than `most_lines` the first are kept, or the last if `keep_end`, and one line counts the
+    characters left out.
+    """
+    lines = printable(text).expandtabs(4).splitlines(keepends=True) or [""]
+    rows = [row for line in lines for row in wrapped(line, width)]
+    cut: list[str] = []
+    if most_lines is not None and len(rows) > most_lines + 1:  # the counting line takes the room of one
+        kept = slice(-most_lines, None) if keep_end else slice(most_lines)
+        cut, rows = (rows[:-most_lines] if keep_end else rows[most_lines:]), rows[kept]
+    shown = [row.rstrip() for row in rows]
+    remark = [f"… {sum(map(len, cut)):,} more characters"] if cut else []
+    return remark + shown if keep_end else shown + remark
+
+
 def _without_piles(text: str) -> str:
     """`text` without the combining characters that would pile up over other lines."""
     if text.isascii():

@@ -200,7 +200,6 @@ def length_rows() -> list[str]:
     from rlpost.estimate.shape import HUB_MODELS, shape_of_config
 
     lines = ["| model | GPUs | what a rank holds | 24 GB | 80 GB |", "|---|---|---|---|---|"]
-    shapes = {known.option: shape_of_config(known.config) for known in HUB_MODELS.values()}
     for model in ("qwen", "qwen-1.5b", "qwen-3b", "qwen-7b"):
         for ranks in (1, 4, 8):
             for way, words in (DIVIDED if ranks > 1 else {"the whole model": []}).items():
@@ -210,7 +209,7 @@ def length_rows() -> list[str]:
                 ).settings
                 fits = []
                 for room in (24 * 10**9, 80 * 10**9):
-                    shape = shapes[model]
+                    shape = shape_of_config(HUB_MODELS[settings.model.path].config)
                     assert shape is not None
                     work = work_of(settings, shape, gpu_bytes=room)
                     longest = longest_that_fits(work, room, on_gpu=True)

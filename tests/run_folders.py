@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.config.paths import MANIFEST
+from rlpost.files import MANIFEST
 from rlpost.record import BEGAN, FINISHED
 
 STEP = {

@@ -74,7 +74,7 @@ def test_an_unpacked_wheel_runs_outside_the_repository(wheel: zipfile.ZipFile, t
     listed = rlpost_says("config", "list")
     assert "tracking=" in listed
     assert "gsm8k-smollm2-cpu" in listed
-    shown = rlpost_says("train", "grpo", "recipe=gsm8k-smollm2-cpu", "--cfg")
+    shown = rlpost_says("config", "show", "train", "grpo", "recipe=gsm8k-smollm2-cpu")
     assert yaml.safe_load(shown)["tracking"] == {}
 
 

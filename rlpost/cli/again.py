@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,16 +15,17 @@ import typer
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, Command
 from rlpost.cli.completion import complete_replayed, complete_run
 from rlpost.cli.plan import compose_and_check, resolved
-from rlpost.cli.run_folder import choose_folder, recorded_settings
-from rlpost.cli.terminal import DIM, StatusLine, painted, paragraph, print_json, stdout_on_stderr
+from rlpost.cli.run_folder import choose_folder
+from rlpost.cli.terminal import DIM, StatusLine, painted, print_json, stdout_on_stderr
 from rlpost.cli.train import Name, Out, Plain, load_training
 from rlpost.cli.usage import App, AsJson
 from rlpost.cli.views import table
 from rlpost.errors import ConfigError
 from rlpost.record import CODE, DATA, PRECISION
+from rlpost.runs.kept import recorded_settings
 from rlpost.runs.reader import RunRecord, code_of, find_run, read_run
 from rlpost.settings.commands import RunRequest
-from rlpost.text import counted, did_you_mean, nearest, one_line, printable
+from rlpost.text import counted, did_you_mean, nearest, paragraph, printable
 
 if TYPE_CHECKING:
     from rlpost.runs.reproduction import Apart, Difference, Steps
@@ -155,10 +155,9 @@ def reproduce(
 
 def _command_of(folder: Path, words: Sequence[str]) -> Command[Any]:
     """The command of a run, which may be that of a plugin that the `words` name. Raises ConfigError if unknown."""
-    if any(word.startswith("plugin=") for word in words):
-        from rlpost.config.plugins import without_plugins
+    from rlpost.config.plugins import without_plugins
 
-        without_plugins(words)
+    without_plugins(words)
     command = read_run(folder).command
     if command is None:
         raise ConfigError(
@@ -212,28 +211,26 @@ def replay_dict(folder: Path, replayed: Replay, words: Sequence[str]) -> dict[st
         "tolerance": replayed.tolerance,
         "losses": {name: {"replayed": a, "recorded": b} for name, (a, b) in replayed.losses.items()},
         "log_probs_apart": replayed.log_probs_apart,
-        "was": _finite(replayed.was.figures),
-        "with": None if other is None else {"settings": list(words), **_finite(other.figures)},
+        "was": replayed.was.finite,
+        "with": None if other is None else {"settings": list(words), **other.finite},
         "gradients": None if other is None else {"cosine": replayed.cosine, "norm_ratio": replayed.norm_ratio},
-        "tokens": [asdict(token) for token in replayed.tokens],
+        "tokens_moved": replayed.moved,
     }
 
 
 def replay_lines(folder: Path, replayed: Replay, words: Sequence[str]) -> list[str]:
-    """A replay as text: whether it agrees with the record, the figures of both sides, and the tokens that moved."""
+    """A replay as text: whether it agrees with the record, the figures of both sides, and how the gradients differ."""
     weights = replayed.weights_of.name if replayed.weights_of else "the starting model"
     lines = [f"step {replayed.step} of {folder}, with the weights of {weights}"]
-    lines += [f"{name}  recorded {_exact(b)}, replayed {_exact(a)}" for name, (a, b) in replayed.losses.items()]
+    lines += [f"{name}  recorded {_figure(b)}, replayed {_figure(a)}" for name, (a, b) in replayed.losses.items()]
     lines += [_agreement(replayed), ""]
-    sides = {"as it was": _finite(replayed.was.figures)}
-    if replayed.other is not None:
+    was, other = replayed.was.finite, {} if replayed.other is None else replayed.other.finite
+    if other:
         lines.append(f"with {' '.join(words)}")
-        sides["with"] = _finite(replayed.other.figures)
-    names = dict.fromkeys(name for side in sides.values() for name, value in side.items() if value is not None)
-    rows = [["", *sides], *([name, *(_figure(side.get(name)) for side in sides.values())] for name in names)]
-    lines += table(rows, WIDTH, right=(1, 2))
-    if replayed.other is not None:
-        lines += ["", *_gradient_lines(replayed), *_token_lines(replayed)]
+    rows = [("", "as it was", "with"), *((n, _figure(was.get(n)), _figure(other.get(n))) for n in {**was, **other})]
+    lines += table(rows if other else [row[:2] for row in rows], WIDTH, right=(1, 2))
+    if other:
+        lines += ["", _gradients(replayed)]
     return [row for line in lines for row in paragraph(line, WIDTH)]
 
 
@@ -251,43 +248,19 @@ def _agreement(replayed: Replay) -> str:
     return verdict
 
 
-def _gradient_lines(replayed: Replay) -> list[str]:
-    """The angle and the lengths of the two gradients."""
+def _gradients(replayed: Replay) -> str:
+    """The angle and the lengths of the two gradients, and on how many tokens they differ."""
     if replayed.norm_ratio is None:
-        return ["as it was there is no gradient to compare with"]
+        return "as it was there is no gradient to compare with"
     direction = "one of them is 0" if replayed.cosine is None else f"cosine {replayed.cosine:.4f}"
-    lines = [f"gradients: {direction}, the norm {replayed.norm_ratio:.4g} times as large"]
-    if not replayed.tokens:
-        why = "at a step's first update every ratio to the old policy is 1, and no clip bound acts"
-        lines.append(f"no token weighs otherwise ({why})")
-    return lines
-
-
-def _token_lines(replayed: Replay) -> list[str]:
-    """The tokens whose weight in the gradient differs most."""
-    if not replayed.tokens:
-        return []
-    heading = "tokens that moved most; a weight is -d loss / d log-prob: above 0 the update makes the token likelier"
-    rows = [["completion", "token", "text", "prob", "as it was", "with"]]
-    for token in replayed.tokens:
-        text = one_line(repr(token.text)[1:-1], 14)
-        weights = [f"{value:+.3g}" for value in (token.was, token.becomes)]
-        rows.append([one_line(token.completion, 30), str(token.place), text, f"{token.probability:.3f}", *weights])
-    return ["", heading, *table(rows, WIDTH, right=(1, 3, 4, 5), cuttable=(0, 2))]
+    gradients = f"gradients: {direction}, the norm {replayed.norm_ratio:.4g} times as large"
+    if not replayed.moved:
+        return f"{gradients}; no token weighs otherwise: at a step's first update ratios are 1, and no clip bound acts"
+    return f"{gradients}; {replayed.moved:,} of {replayed.was.figures['tokens']:,.0f} tokens have another weight"
 
 
 def _figure(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if value == int(value) and abs(value) >= 10 else f"{value + 0.0:.5g}"
-
-
-def _exact(value: float | None) -> str:
-    return "nothing" if value is None else f"{value + 0.0:.7g}"
-
-
-def _finite(figures: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+    return "-" if value is None else f"{value + 0.0:.7g}"
 
 
 # What reproduce prints
@@ -300,14 +273,11 @@ def reproduction_dict(
     return {
         "run": str(record.folder),
         "again": str(again.folder),
-        "steps": compared.compared,
-        "equal": compared.first is None,
+        "equal": compared.first_step is None,
         "promised": promised,
         "differences": [asdict(each) for each in differences],
         "not_recorded": _not_recorded(record),
-        "first_step": compared.first,
-        "first_figures": [asdict(each) for each in compared.first_figures],
-        "apart": [asdict(each) for each in compared.apart],
+        **asdict(compared),
     }
 
 
@@ -325,17 +295,14 @@ def difference_lines(record: RunRecord, differences: Sequence[Difference]) -> li
 
 def verdict_lines(again: RunRecord, compared: Steps, promised: bool, differ: bool) -> list[str]:
     """Whether the figures are equal, and how far they are apart."""
-    folder = shlex.quote(str(again.folder))
-    if compared.first is None:
-        return [f"equal bit for bit: {counted(compared.compared, 'step')}, every figure but time and memory ({folder})"]
-    first, most = (
-        sorted(figures, key=lambda each: (_unimportant(each), -each.size, each.name))
-        for figures in (compared.first_figures, compared.apart)
-    )
-    lines = [f"step {compared.first} is the first that differs, in {counted(len(first), 'figure')}:"]
-    lines += _apart_lines(first)
-    if any(each.step != compared.first for each in most):
-        lines += [f"the most that they are apart in {counted(compared.compared, 'step')}:", *_apart_lines(most)]
+    folder, steps = shlex.quote(str(again.folder)), counted(compared.steps, "step")
+    if compared.first_step is None:
+        return [f"equal bit for bit: {steps}, every figure but time and memory ({folder})"]
+    figures = counted(len(compared.first_figures), "figure")
+    lines = [f"step {compared.first_step} is the first that differs, in {figures}:"]
+    lines += _apart_lines(compared.first_figures)
+    if any(each.step != compared.first_step for each in compared.apart):
+        lines += [f"the most that they are apart in {steps}:", *_apart_lines(compared.apart)]
     if promised and differ:
         lines.append("equality is promised where nothing differs, and the differences above are named")
     elif promised:
@@ -347,15 +314,11 @@ def verdict_lines(again: RunRecord, compared: Steps, promised: bool, differ: boo
 
 def _apart_lines(figures: Sequence[Apart]) -> list[str]:
     shown = figures[:MOST_FIGURES]
-    rows = [[each.name, f"{_exact(each.was)} -> {_exact(each.now)}", f"step {each.step}"] for each in shown]
+    rows = [[each.name, f"{_figure(each.was)} -> {_figure(each.now)}", f"step {each.step}"] for each in shown]
     lines = table(rows, WIDTH, cuttable=(0,), indent=2)
     if (more := len(figures) - len(shown)) > 0:
         lines.append(f"  and {counted(more, 'figure')} more, which --json lists")
     return lines
-
-
-def _unimportant(each: Apart) -> bool:
-    return not each.name.startswith(("loss/", "reward/mean", "grad_norm", "eval/", "accuracy/", "entropy"))
 
 
 def _not_recorded(record: RunRecord) -> list[str]:

@@ -15,17 +15,16 @@ import typer
 
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_model
-from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, saying_stopped, stdout_on_stderr
+from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, saying_stopped, stdout_on_stderr, table
 from rlpost.cli.usage import App
-from rlpost.cli.views import table
 from rlpost.config.paths import RUNS, is_run_folder, resolve_model_path
 from rlpost.config.schema import options
 from rlpost.errors import ConfigError, DataError
 from rlpost.runs.reader import find_runs
-from rlpost.text import counted, did_you_mean, nearest, printable
+from rlpost.text import did_you_mean, nearest, printable
 
 if TYPE_CHECKING:
-    from rlpost.chat import Chat, Reply
+    from rlpost.chat import Chat
     from rlpost.settings import EvalSamplingSettings, ModelSettings
 
 EXAMPLES = """\
@@ -95,13 +94,10 @@ def chat_settings(path: str, words: Sequence[str] = ()) -> tuple[ModelSettings, 
     from rlpost.data.template_choice import named_template
 
     known = options("model")
-    run = RUNS / path
     chosen = f"model.path={path}"
     if path in known and not Path(path).is_dir():
         chosen = f"model={path}"
-    elif not Path(path).is_absolute() and is_run_folder(run):
-        chosen = f"model.path={run}"
-    elif not ({"/", ":"} & {*path} or path.startswith((".", "~")) or Path(path).exists()):  # a name, not a path
+    elif not ({"/", ":"} & {*path} or Path(path).exists() or is_run_folder(RUNS / path)):  # a name that nothing has
         runs = [str(found.relative_to(RUNS)) for found in find_runs(RUNS)] if RUNS.is_dir() else []
         hint = did_you_mean(nearest(path, [*known, *runs]), "a hub id has the form OWNER/NAME")
         raise ConfigError(f"{path} is not a model, run or folder{hint}")
@@ -145,8 +141,7 @@ def load(
     print(painted(printable(loaded), DIM, sys.stderr), file=sys.stderr)
     if note := thinking_cut_short(policy.tokenizer, max_tokens, "--max-tokens"):
         print(printable(f"note: {note}"), file=sys.stderr)
-    drawn = evaluation_sampling(sampling, 1)
-    return Chat(policy, sampling=drawn, max_tokens=max_tokens, system=system, seed=seed)
+    return Chat(policy, sampling=evaluation_sampling(sampling, 1), max_tokens=max_tokens, system=system, seed=seed)
 
 
 def answer(chat: Chat, messages: Sequence[str], *, as_json: bool) -> None:
@@ -163,7 +158,7 @@ def answer(chat: Chat, messages: Sequence[str], *, as_json: bool) -> None:
         else:
             print("" if reply.text.endswith("\n") else "\n", end="", flush=True)
             if reply.finish_reason != "stop":
-                print(ending(reply, chat), file=sys.stderr)
+                print(chat.ending(reply), file=sys.stderr)
 
 
 def talk(chat: Chat) -> None:
@@ -192,7 +187,7 @@ def talk(chat: Chat) -> None:
             print_error(str(error))
             continue
         print("" if reply.text.endswith("\n") else "\n", end="")
-        print(painted(ending(reply, chat), DIM, sys.stdout), end="\n\n", flush=True)
+        print(painted(chat.ending(reply), DIM, sys.stdout), end="\n\n", flush=True)
 
 
 def command(chat: Chat, line: str) -> bool:
@@ -214,18 +209,6 @@ def command(chat: Chat, line: str) -> bool:
         answer = f"there is no command {printable(word)}{did_you_mean(nearest(word, COMMANDS), 'see /help')}"
     print(painted(answer, DIM, sys.stdout), end="\n\n", flush=True)
     return True
-
-
-def ending(reply: Reply, chat: Chat) -> str:
-    """The line under a reply: tokens, their speed, and why it ended."""
-    reasons = {
-        "stop": "stopped",
-        "length": f"cut at --max-tokens {chat.max_tokens}",
-        "context": f"cut at the end of the context, {chat.policy.max_model_len} tokens: /reset begins anew",
-        "interrupted": "stopped by Ctrl-C",
-    }
-    speed = reply.tokens / reply.seconds if reply.seconds > 0 else 0.0
-    return f"{counted(reply.tokens, 'token')}, {speed:.1f} tokens/s, {reasons[reply.finish_reason]}"
 
 
 def _show(piece: str) -> None:

@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlpost.catalog import CHOICES
 from rlpost.cli.completion import complete_side
-from rlpost.cli.runs import app, summary
+from rlpost.cli.runs import app
 from rlpost.cli.terminal import BOLD, DIM, output_width, painted, print_json, print_lines, takes_colour
 from rlpost.cli.usage import AsJson
 from rlpost.cli.views import candidate_lines, figure_text, progress, table
-from rlpost.config.paths import RUNS, is_run_folder
+from rlpost.config.paths import RUNS
 from rlpost.config.schema import as_text, flat, recipes, verb_and_rest
 from rlpost.errors import ConfigError, DataError
-from rlpost.files import expanded, replaced
-from rlpost.imports import require
+from rlpost.files import expanded
 from rlpost.record import (
     ACCURACY,
     HELD_OUT_FIGURES,
@@ -35,10 +33,11 @@ from rlpost.record import (
     PAIR_ACCURACY,
     REWARD,
     TRAINED_LOSSES,
-    is_apart,
     worth_showing,
 )
-from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of
+from rlpost.report.curves import draw, title_of
+from rlpost.runs.reader import RunRecord, find_sweep, read_run, run_at, runs_of
+from rlpost.runs.reproduction import differences
 from rlpost.text import counted, did_you_mean, nearest, nearest_key, printable
 
 if TYPE_CHECKING:
@@ -54,12 +53,8 @@ EXAMPLES = """\
   rlpost runs compare "" "env=gsm8k optim.lr=1e-6"
 """
 SIDES_HELP = "Names or folders of runs and sweeps; or two sides, one a recipe or quoted settings."
-NOT_COMPARED = ("tracking.",)  # settings that say where output goes
 WIDEST_CHART, CHART_LINES, TICKS = 100, 14, 5
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
 TERMINAL_COLOURS = ("blue+", "red+", "green+", "magenta+", "orange+", "cyan+")
-DASHES = ("-", "--", "-.", ":")
 
 
 @app.command("compare", examples=EXAMPLES, short_help="Compare runs: curves, figures, paired test, settings.")
@@ -83,7 +78,7 @@ def compare(
     alone, the settings are compared over their seeds instead. Where one of two sides is a recipe or quoted settings,
     only the settings are compared.
     """
-    if len(sides) == 2 and not all(_run_at(side) or find_sweep(side) for side in sides):
+    if len(sides) == 2 and not all(side.strip() and (run_at(side) or find_sweep(side)) for side in sides):
         found = settings_apart(*sides)
         print_json(found) if as_json else print_lines(apart_lines(found))
         return
@@ -113,13 +108,14 @@ def settings_apart(a: str, b: str) -> dict[str, Any]:
     and looking at a run must not run code that it names. Raises ConfigError for a side that is nothing, and for
     settings that do not compose; DataError for a run whose settings cannot be read.
     """
-    sides = {"a": _settings_of(a), "b": _settings_of(b)}
-    known = dict.fromkeys(key for _, settings in sides.values() for key in settings)
-    groups = list(dict.fromkeys(key.partition(".")[0] for key in known))
-    keys = sorted(known, key=lambda key: groups.index(key.partition(".")[0]))  # those of a group together
-    pairs = {key: {side: its[key] for side, (_, its) in sides.items() if key in its} for key in keys}
-    apart = {key: pair for key, pair in pairs.items() if len(pair) == 1 or pair["a"] != pair["b"]}
-    return {"a": sides["a"][0], "b": sides["b"][0], "settings": apart, "environment": {}}
+    (name_a, of_a), (name_b, of_b) = _settings_of(a), _settings_of(b)
+    groups = list(dict.fromkeys(key.partition(".")[0] for key in (*of_a, *of_b)))
+    apart = {}
+    for key in sorted({**of_a, **of_b}, key=lambda key: groups.index(key.partition(".")[0])):  # a group together
+        pair = {side: its[key] for side, its in (("a", of_a), ("b", of_b)) if key in its}
+        if len(pair) == 1 or pair["a"] != pair["b"]:
+            apart[key] = pair
+    return {"a": name_a, "b": name_b, "settings": apart, "environment": {}}
 
 
 def apart_lines(found: Mapping[str, Any]) -> list[str]:
@@ -133,11 +129,11 @@ def apart_lines(found: Mapping[str, Any]) -> list[str]:
 
 def _settings_of(side: str) -> tuple[str, dict[str, Any]]:
     """The name of a side, and its settings with the chosen options."""
-    if (run := _run_at(side)) is not None:
+    if side.strip() and (run := run_at(side)):
         record = read_run(run)
         if not record.config:
             raise DataError(f"{run / 'config.yaml'} holds no settings that can be read")
-        return str(run), _choices(record) | flat(record.config)
+        return str(run), record.settings
     from rlpost.config.compose import compose
     from rlpost.config.recipes import command_of
 
@@ -151,46 +147,6 @@ def _settings_of(side: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{side} is neither a run nor a recipe{hint}")
     composed = compose(command, words)
     return side.strip() or f"the defaults of {command.verb}", composed.choices | flat(composed.as_dict())
-
-
-def _run_at(side: str) -> Path | None:
-    return next((folder for folder in (expanded(side), RUNS / side) if side.strip() and is_run_folder(folder)), None)
-
-
-def _choices(record: RunRecord) -> dict[str, Any]:
-    return {group: option for group in CHOICES if (option := record.choice(group)) is not None}
-
-
-def differing_settings(records: Sequence[RunRecord]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Settings that all runs have and that differ, each with the runs' values; and those that only some runs have.
-
-    A chosen option counts as a setting, as does the command; where output goes does not.
-    """
-    sides = [
-        {"command": r.verb or "unknown", **dict.fromkeys(CHOICES, "unknown"), **_choices(r), **flat(r.config)}
-        for r in records
-    ]
-    return _differing([{key: its[key] for key in its if not key.startswith(NOT_COMPARED)} for its in sides])
-
-
-def differing_environment(records: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """Versions, code, data, machine and precision that differ, each with the runs' values."""
-    from rlpost.runs.reproduction import parts_of
-
-    kinds = [parts_of(record.environment, {}) for record in records]
-    return _differing([{f"{kind} {n}": v for kind, its in each.items() for n, v in its.items()} for each in kinds])[0]
-
-
-def _differing(sides: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    shared: dict[str, list[str]] = {}
-    of_some: dict[str, list[str]] = {}
-    for key in dict.fromkeys(key for side in sides for key in side):
-        texts = [as_text(side[key]) if key in side else "-" for side in sides]
-        if not all(key in side for side in sides):
-            of_some[key] = texts
-        elif is_apart(key, [side[key] for side in sides]):
-            shared[key] = texts
-    return shared, of_some
 
 
 # Runs
@@ -249,11 +205,9 @@ def _as_dict(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequence[
     runs: list[Mapping[str, Any]] = [
         {
             "letter": letter,
-            **summary(record),
+            **record.summary(),
             "tokens": record.tokens,
             "seconds": record.seconds,
-            "held_out_loss_before": (loss := record.before_and_after(LOSS))[0] and loss[0].as_dict(),
-            "held_out_loss_after": loss[1] and loss[1].as_dict(),
             "curves": {key: record.points(key) for key in keys},
         }
         for letter, record in zip(ascii_uppercase, records, strict=False)
@@ -262,9 +216,7 @@ def _as_dict(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequence[
         {"a": "A", "b": letter, **({"missing": test} if isinstance(test, str) else test.as_dict())}
         for letter, test in zip(ascii_uppercase[1:], tests, strict=False)
     ]
-    settings, of_some = differing_settings(records)
-    differing = {"settings": settings, "settings_of_some": of_some, "environment": differing_environment(records)}
-    return {"runs": runs, "tests": compared, **differing}
+    return {"runs": runs, "tests": compared, **differences(records)}
 
 
 # The comparison for people
@@ -290,11 +242,11 @@ def compare_lines(
     for name, found in sweeps.items():
         lines += [painted(f"sweep {printable(name)}", DIM, sys.stdout), *candidate_lines(found, width), ""]
     lines += [*_verdicts(records, tests), ""] if tests else []
-    settings, of_some = differing_settings(records)
+    differ = differences(records)
+    settings, of_some, environment = (differ[name] for name in ("settings", "settings_of_some", "environment"))
     lines += _letters("settings that differ", settings, width) if settings else ["no setting differs"]
     if of_some:
         lines.append(f"{counted(len(of_some), 'setting')} only some of the runs have: --json lists them")
-    environment = differing_environment(records)
     return [*lines, *(["", *_letters("versions and machine", environment, width)] if environment else [])]
 
 
@@ -331,7 +283,7 @@ def _held_out(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[l
     values = {key: [f and f.value for pair in pairs for f in pair] for key, pairs in found.items()}
     tables = []
     for key in worth_showing(values):
-        rows = [["", _title(key)[0], "before", "after", "n"]]
+        rows = [["", title_of(key)[0], "before", "after", "n"]]
         for i, (before, after) in enumerate(found[key]):
             count = next((str(f.prompts) for f in (after, before) if f is not None and f.prompts is not None), "-")
             cells = ("-" if figure is None else f"{figure}".strip() for figure in (before, after))
@@ -361,14 +313,11 @@ def chart(records: Sequence[RunRecord], key: str, width: int) -> list[str]:
     """The curves of a metric over each other, each drawn with its run's letter, under a title."""
     import plotext
 
-    title, size = _title(key)
+    title, size = title_of(key)
     most = max(2, (width - 10) // 2)
     together = max(1, math.ceil(max(len(record.points(key)) for record in records) / most))
     curves = [[(s, size * v) for s, v in _means(record.points(key), together)] for record in records]
     steps = [step for record in records for step, _ in record.points(key)]
-    values = [value for curve in curves for _, value in curve]
-    low, high = min(values), max(values)
-    low, high = (low, high) if high > low else (low - 0.5 * size / 100, high + 0.5 * size / 100)
     plotext.clear_figure()
     plotext.limit_size(False, False)
     plotext.plot_size(width, CHART_LINES)
@@ -377,10 +326,7 @@ def chart(records: Sequence[RunRecord], key: str, width: int) -> list[str]:
         if curve:
             colour = TERMINAL_COLOURS[place % len(TERMINAL_COLOURS)]
             plotext.plot(*zip(*curve, strict=True), marker=ascii_uppercase[place], color=colour)
-    plotext.ylim(low, high)
-    ticks = [low + i * (high - low) / (TICKS - 1) for i in range(TICKS)]
-    digits = max(0, 1 - math.floor(math.log10(ticks[1] - ticks[0])))
-    plotext.yticks(ticks, [f"{tick:.{digits}f}" for tick in ticks])
+    plotext.yfrequency(TICKS)
     first, last = min(steps), max(steps)
     plotext.xlim(first, last)
     plotext.xticks(sorted({round(first + i * (last - first) / (TICKS - 1)) for i in range(TICKS)}))
@@ -394,74 +340,3 @@ def _means(curve: Sequence[tuple[int, float]], together: int) -> list[tuple[floa
     """The means of each `together` neighbouring points."""
     parts = [curve[i : i + together] for i in range(0, len(curve), together)]
     return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
-
-
-def _title(key: str) -> tuple[str, float]:
-    """The title of a metric with its unit, and the size of the unit."""
-    from rlpost.report.curves import words_of_metric
-
-    name, unit = words_of_metric(key)
-    return f"{name} ({unit})" if unit else name, 100.0 if unit == "%" else 1.0
-
-
-def draw(records: Sequence[RunRecord], labels: Sequence[str], keys: Sequence[str], file: Path, *, smooth: int) -> None:
-    """Draw a panel for each metric into `file`, with one legend; runs with equal labels look alike.
-
-    Raises ConfigError for a file of another kind, DataError if it cannot be written.
-    """
-    if file.suffix not in PLOT_SUFFIXES:
-        raise ConfigError(f"--plot {file} has no ending that says its format: give {', '.join(PLOT_SUFFIXES)}")
-    if not keys:
-        raise DataError(f"{records[0].folder} has recorded no reward, accuracy or loss yet: wait for its first step")
-    require("matplotlib", "plot", "rlpost runs compare --plot")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [printable(label) for label in dict.fromkeys(labels)]
-    columns = max(1, min(len(names), 40 * len(keys) // (max(map(len, names)) + 8)))
-    size = (3.6 * len(keys), 2.7 + 0.17 * math.ceil(len(names) / columns))  # inches
-    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42}
-    with matplotlib.rc_context({**style, "svg.fonttype": "none"}):  # fonts that stay text
-        figure, panels = pyplot.subplots(1, len(keys), figsize=size, layout="constrained", squeeze=False)
-        for key, axes in zip(keys, panels[0], strict=True):
-            for record, label in zip(records, labels, strict=True):
-                _draw_curve(axes, record, key, _style(names.index(printable(label))), smooth)
-            axes.set_xlabel("step")
-            axes.set_ylabel(_title(key)[0])
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.grid(alpha=0.25, linewidth=0.5)
-        lines = [pyplot.Line2D([], [], **_style(place)) for place in range(len(names))]
-        legend = figure.legend(lines, ["."] * len(names), loc="outside lower center", ncols=columns, frameon=False)
-        for text, name in zip(legend.get_texts(), names, strict=True):
-            text.set_parse_math(False)  # a name may hold a $
-            text.set_text(name)
-        try:
-            with replaced(file) as making:
-                figure.savefig(making, format=file.suffix[1:], dpi=200)
-        except OSError as error:
-            raise DataError(f"cannot write {file}: {error.strerror or error}; give another place for it") from error
-        finally:
-            pyplot.close(figure)
-
-
-def _style(place: int) -> dict[str, Any]:
-    """The colour and dashes of a run's line; no two runs of 28 have the same."""
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.4}
-
-
-def _draw_curve(axes: Any, record: RunRecord, key: str, style: Mapping[str, Any], smooth: int) -> None:
-    """One run's curve, with the 95% intervals of a held-out figure as a band."""
-    size = _title(key)[1]
-    steps, values = [s for s, _ in record.points(key)], [size * v for v in record.series(key)]
-    is_held_out = key.startswith("eval/")
-    if smooth > 1 and not is_held_out:
-        axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.7)
-        before, after = (smooth - 1) // 2, smooth // 2
-        values = [fmean(values[max(0, i - before) : i + after + 1]) for i in range(len(values))]
-    axes.plot(steps, values, **style, marker="o" if is_held_out or len(steps) == 1 else "", markersize=3)
-    found = [(step, f) for step, f in record.intervals(key) if f.low is not None]
-    ends = [(step, size * (f.low or 0.0), size * (f.high or 0.0)) for step, f in found]
-    if ends:
-        axes.fill_between(*zip(*ends, strict=True), color=style["color"], alpha=0.15, linewidth=0)

@@ -57,11 +57,11 @@ def setting_candidates(command: Command[Any], typed: str) -> dict[str, str]:
     from rlpost.settings.base import MISSING
 
     name, equals, _ = typed.partition("=")
-    keys, groups = schema.meanings(command), schema.groups_of(command.settings)
+    keys, groups = schema.all_keys(command), schema.groups_of(command.settings)
     if not equals:
         docs = schema.docs_of(command.settings)
         about = {group: docs.get(group, "") for group in groups} | {"recipe": "a file of settings"}
-        about |= {key: meaning for key, (_, meaning) in keys.items()}
+        about |= {name: key.about for name, (key, _) in keys.items()}
         names = [key for key in about if key.startswith(typed)]
         # the shell puts a space behind a single completion; offering its values too keeps the cursor at the =
         values = setting_candidates(command, f"{names[0]}=") if len(names) == 1 else {}
@@ -96,7 +96,7 @@ def _candidates(kind: str, command: Command[Any] | None = None) -> dict[str, str
     if kind == "verb":
         return {each.verb.split()[-1]: each.short for each in COMMANDS}
     if kind == "key":
-        return {key: about for each in COMMANDS for key, (_, about) in schema.meanings(each).items()}
+        return {name: key.about for each in COMMANDS for name, (key, _) in schema.all_keys(each).items()}
     if kind == "group":
         return dict.fromkeys((*CHOICES, "recipe"), "a group")
     return {name: schema.describe(kind, name) for name in schema.options(kind, command)}

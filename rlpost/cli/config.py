@@ -12,9 +12,8 @@ import typer
 
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.cli.completion import complete_explain, complete_group
-from rlpost.cli.terminal import print_json, print_lines
+from rlpost.cli.terminal import print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson, Words
-from rlpost.cli.views import table
 from rlpost.config.schema import commands_of, describe, description, groups_of, options, recipes, verb_and_rest
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
@@ -108,11 +107,11 @@ def list_options(
     if as_json:
         print_json(listed)
         return
-    rows = table([row for described in listed.values() for row in described.items()], indent=2)
+    rows: list[tuple[str, str]] = []
     for name, described in listed.items():
-        print("env.reward=" if name == REWARDS else f"{name}=")
-        print_lines(rows[: len(described)])
-        rows = rows[len(described) :]
+        rows.append(("env.reward=" if name == REWARDS else f"{name}=", ""))
+        rows += [(f"  {option}", about) for option, about in described.items()]
+    print_lines(table(rows))
 
 
 @app.command("show", examples=SHOW_EXAMPLES, short_help="Print a configuration, or write it as a recipe.")

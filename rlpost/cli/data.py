@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -23,7 +23,6 @@ from rlpost.cli.terminal import (
     StatusLine,
     output_width,
     painted,
-    paragraph,
     print_json,
     saying_stopped,
     stdout_on_stderr,
@@ -32,13 +31,11 @@ from rlpost.cli.terminal import (
 from rlpost.cli.usage import OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
-from rlpost.text import counted, printable
+from rlpost.text import counted, paragraph, printable
 
 if TYPE_CHECKING:
-    from rlpost.data.demonstrations import Demonstration, Sample
-    from rlpost.data.encoding import Encoder
-    from rlpost.data.faults import BadRows
-    from rlpost.settings import DatasetSettings, EnvSettings, ModelSettings
+    from rlpost.envs.row_report import Piece, Preview
+    from rlpost.settings import DatasetSettings
 
 PREVIEW_EXAMPLES = """\
   rlpost data preview
@@ -86,16 +83,13 @@ def preview(
 
     settings = compose(TRAIN_SFT, overrides or []).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
-        from rlpost.data.encoding import Encoder
+        from rlpost.envs.row_report import preview_rows, tokenizer_of
 
-        demonstrations, shown, unused = opened(settings.env, settings.seed, rows, row)
-        encoder = Encoder(_tokenizer_of(settings.model), settings.max_tokens)
-
+        found = preview_rows(settings, tokenizer_of(settings.model), rows, row)
     if as_json:
-        print_json(preview_as_dict(demonstrations, shown, encoder) | {"not_used": unused})
-        return
-    lines = preview_lines(demonstrations, shown, encoder, settings.max_bad_share)
-    print("\n".join([*lines, *(_wrapped(unused) if unused else [])]))
+        print_json(found.as_dict())
+    else:
+        print("\n".join(preview_lines(found, settings.max_bad_share)))
 
 
 @app.command("report", examples=REPORT_EXAMPLES, short_help="Report on a file of rows.")
@@ -113,9 +107,9 @@ def report(
     path = path.removeprefix("env.path=")  # as one types it for other verbs
     settings = compose(TRAIN_SFT, ["env=dataset", f"env.path={path}", *(overrides or [])]).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
-        from rlpost.envs.row_report import report_rows
+        from rlpost.envs.row_report import report_rows, tokenizer_of
 
-        found = report_rows(cast("DatasetSettings", settings.env), _tokenizer_of(settings.model))
+        found = report_rows(cast("DatasetSettings", settings.env), tokenizer_of(settings.model))
     if as_json:
         print_json(found.as_dict())
     else:
@@ -139,17 +133,17 @@ def measure(
     Takes what rlpost eval takes; eval.samples=8 and env.split=train unless said.
     """
     from rlpost.cli.plan import compose_and_check
+    from rlpost.config.compose import check_scored
 
     words = ["env.split=train", f"eval.samples={MEASURED_SAMPLES}", *(overrides or [])]
     composed = compose_and_check(EVAL, words, as_json=False, typed=["rlpost", *context.obj])
-    if not composed.settings.env.scores:
-        raise ConfigError("env.reward has no value: give env.reward=...; it takes FILE.py:FUNCTION, or a name")
+    check_scored(composed.settings.env)
     file = out or Path(f"pass_rates-{composed.model_name}.jsonl")
     if file.exists():
         raise ConfigError(f"{file} exists: give another --out, or remove it")
     abandoned = saying_stopped("stopping: the measurement is abandoned, nothing is written")
     with abandoned, StatusLine(f"loading {composed.settings.model.path}") as status:
-        from rlpost.evaluation.pass_rates import rates_of, write_rates
+        from rlpost.evaluation.pass_rates import rates_of, summary_of, write_rates
         from rlpost.train.assemble import evaluate_command
 
         played = evaluate_command(
@@ -157,9 +151,7 @@ def measure(
         ).played
     rates = rates_of(played)
     write_rates(file, rates, {"command": ["rlpost", *context.obj], "overrides": composed.overrides})
-    between = sum(0 < each["pass_rate"] < 1 for each in rates)
-    never, always = (sum(each["pass_rate"] == share for each in rates) for share in (0, 1))
-    print(f"{counted(len(rates), 'prompt')}: {never:,} never right, {between:,} sometimes, {always:,} always")
+    print(summary_of(rates))
     print(f"written to {file}; train on those in between with env.pass_rates={file} env.min_pass_rate=0.1")
 
 
@@ -193,9 +185,8 @@ def pairs(
     if file.exists():
         raise ConfigError(f"{file} exists already: remove it, or give another name")
     table = expanded(source)
-    is_table = table.is_file() and table.suffix == ".parquet"
-    is_run = not is_table and any(map(is_run_folder, (table, RUNS / source)))
-    is_evaluation = not is_table and not is_run and any(map(is_evaluation_folder, (table, EVALS / source)))
+    is_table, is_run = table.is_file(), any(map(is_run_folder, (table, RUNS / source)))
+    is_evaluation = not is_run and any(map(is_evaluation_folder, (table, EVALS / source)))
     if step and (is_table or is_evaluation):
         raise ConfigError(f"--step {step}: only a run has steps to choose from; leave it out")
     with StatusLine("reading completions"), stdout_on_stderr() if as_json else nullcontext():
@@ -215,136 +206,38 @@ def pairs(
         print("\n".join(printable(line) for line in [*found.lines(), f"written to {file}"]))
 
 
-class Piece(NamedTuple):
-    """Neighbouring tokens of one kind, as text."""
-
-    text: str
-    trained: bool
-    special: bool
-
-
-def totals_of(samples: Sequence[Sample]) -> tuple[dict[str, int], BadRows]:
-    """The totals of the samples of many rows, bad ones included, and the bad ones."""
-    from rlpost.data.encoding import counted_in
-    from rlpost.data.faults import BadRows
-
-    bad = BadRows()
-    for sample in samples:
-        counted_in(bad, sample)
-    lengths = [len(sample.ids) for sample in samples]
-    trained, longest = sum(s.num_trained for s in samples), max(lengths, default=0)
-    return {"rows": len(samples), "tokens": sum(lengths), "trained": trained, "longest": longest}, bad
-
-
-def preview_lines(
-    demonstrations: Sequence[Demonstration], shown: Demonstration, encoder: Encoder, max_bad_share: float
-) -> list[str]:
-    """The demonstration `shown`, then a summary of all; with colours, or marked with » and «."""
-    sample = encoder.encode(shown)
-    heading = f"{shown.where}: {len(sample.ids):,} tokens, {sample.num_trained:,} trained"
+def preview_lines(preview: Preview, max_bad_share: float) -> list[str]:
+    """The demonstration that is shown, then a summary of all; with colours, or marked with » and «."""
+    sample, bad = preview.sample, preview.bad
+    heading = f"{sample.where}: {len(sample.ids):,} tokens, {sample.num_trained:,} trained"
     lines = [painted(printable(heading), BOLD, sys.stdout)]
     if sample.fault is not None:
         lines += _in_red(f"bad, {sample.fault.value}: {sample.reason}")
-    if sample.ids:
-        lines += ["", *_marked(pieces_of(sample, encoder)), "", _legend(), ""]
-    elif shown.messages is None:
-        lines += ["", *_wrapped(shown.text or ""), ""]
-    else:  # as in the row
-        given = [f"{message['role']}: {message['content']}" for message in shown.messages]
-        lines += ["", *(line for text in given for line in _wrapped(text)), ""]
-    return lines + _summary([encoder.encode(each) for each in demonstrations], max_bad_share)
-
-
-def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstration, encoder: Encoder) -> dict[str, Any]:
-    """The preview as JSON."""
-    from rlpost.data.faults import SHOWN
-
-    sample = encoder.encode(shown)
-    totals, bad = totals_of([encoder.encode(each) for each in demonstrations])
-    by_fault = {
-        fault.name: {
-            "rows": len(bad.of(fault)),
-            "first": [{"row": each.where, "reason": each.reason} for each in bad.of(fault)[:SHOWN]],
-        }
-        for fault in dict.fromkeys(each.fault for each in bad.found)
-    }
-    return {
-        "row": {
-            "where": shown.where,
-            "tokens": len(sample.ids),
-            "trained": sample.num_trained,
-            "fault": sample.fault.name if sample.fault else None,
-            "reason": sample.reason or None,
-            "ids": sample.ids,
-            "mask": [int(trained) for trained in sample.mask],
-            "pieces": [piece._asdict() for piece in pieces_of(sample, encoder)],
-        },
-        **totals,
-        "bad": by_fault,
-    }
-
-
-def opened(
-    settings: EnvSettings, seed: int, count: int, row: int | None
-) -> tuple[list[Demonstration], Demonstration, str]:
-    """The first `count` demonstrations, the one of `row`, and the columns that nothing reads, in words.
-
-    Raises ConfigError if no row has that number.
-    """
-    from rlpost.envs.build import build_env
-
-    env = build_env(settings, num_prompts=1, group_size=1, seed=seed)
-    rows = env.demonstrated()
-    stream = env.demonstrations() if rows is None else rows.in_turn()
-    demonstrations = list(islice(stream, count))  # a bad path or row raises before the tokenizer loads
-    if row is None:
-        shown = next((each for each in demonstrations if not each.wrong), demonstrations[0])
-    else:
-        shown = next((d for d in chain(demonstrations, stream) if row_number(d.where) == str(row)), None)
-    if shown is None:
-        also = "; it may be held out: add env.split=test eval.enabled=false" if settings.split == "train" else ""
-        raise ConfigError(f"--row {row}: the split {settings.split} has no such row{also}")
-    return demonstrations, shown, rows.not_used if rows else ""
-
-
-def _tokenizer_of(model: ModelSettings) -> Any:
-    """The tokenizer of a model, opened the quick way where that gives the same one."""
-    from rlpost.model.tokenizer import load_tokenizer, tokenizer_from_file
-
-    if (tokenizer := tokenizer_from_file(model)) is not None:
-        return tokenizer
-    from rlpost.model.locate import locate_tokenizer
-
-    return load_tokenizer(locate_tokenizer(model.path, model.revision), model)
-
-
-def pieces_of(sample: Sample, encoder: Encoder) -> list[Piece]:
-    """The sample as text, split where training begins or ends and around special tokens."""
-    pieces, begin, given = [], 0, 0
-    kinds = zip(sample.mask, (token in encoder.chat.special for token in sample.ids), strict=True)
-    for (trained, special), tokens in groupby(kinds):
-        begin += len(list(tokens))
-        # decode from the beginning: a tokenizer may decode the same token differently at the start of a text
-        text = encoder.tokenizer.decode(
-            sample.ids[:begin], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        pieces.append(Piece(text[given:], trained, special))
-        given = len(text)
-    return pieces
-
-
-def row_number(where: str) -> str:
-    """The row's number, as its file counts, from its place."""
-    return where.rpartition(" ")[2]
+    lines += ["", *(_marked(preview.pieces) if sample.ids else _wrapped(preview.text)), ""]
+    share = preview.trained / max(1, preview.tokens)
+    lines += _wrapped(
+        f"first {counted(bad.total, 'row')}: {share:.1%} of {preview.tokens:,} tokens trained, longest "
+        f"{preview.longest:,}, {bad.count or 'none'} bad"
+    )
+    for line in bad.lines():
+        lines += _in_red(f"  {line}")
+    if bad.count:
+        lines += _wrapped(f"--row {bad.found[0].where.rpartition(' ')[2]} shows the first of them")
+    if bad.share > max_bad_share:
+        lines += _wrapped(f"more than max_bad_share={max_bad_share:g} are bad: rlpost train sft would refuse them")
+    return lines + (_wrapped(preview.not_used) if preview.not_used else [])
 
 
 def _marked(pieces: Sequence[Piece]) -> list[str]:
-    """The pieces as lines of printable characters."""
-    written = ""
+    """The pieces as lines of printable characters, and a legend below."""
+    colours, written = takes_colour(sys.stdout), ""
     for trained, group in groupby(pieces, key=lambda piece: piece.trained):
         run = "".join(map(_styled, group))
-        written += run if takes_colour(sys.stdout) or not trained else f"{OPENING}{run}{CLOSING}"
-    return written.removesuffix("\n").split("\n")
+        written += run if colours or not trained else f"{OPENING}{run}{CLOSING}"
+    legend = f"{OPENING}trained{CLOSING}  {LINE_BREAK} a line break that is trained"
+    if colours:
+        legend = f"{GREEN}trained{RESET}  {BOLD}{GREEN}trained, a special token{RESET}  {DIM}not trained{RESET}"
+    return [*written.removesuffix("\n").split("\n"), "", legend]
 
 
 def _styled(piece: Piece) -> str:
@@ -354,28 +247,6 @@ def _styled(piece: Piece) -> str:
     style = (GREEN if piece.trained else DIM) + (BOLD if piece.special and piece.trained else "")
     # style each line on its own: a pager or a scrolled terminal forgets a style of an earlier line
     return "\n".join(painted(line, style, sys.stdout) for line in text.split("\n"))
-
-
-def _legend() -> str:
-    if takes_colour(sys.stdout):
-        return f"{GREEN}trained{RESET}  {BOLD}{GREEN}trained, a special token{RESET}  {DIM}not trained{RESET}"
-    return f"{OPENING}trained{CLOSING}  {LINE_BREAK} a line break that is trained"
-
-
-def _summary(samples: Sequence[Sample], max_bad_share: float) -> list[str]:
-    totals, bad = totals_of(samples)
-    share = totals["trained"] / max(1, totals["tokens"])
-    lines = _wrapped(
-        f"first {counted(totals['rows'], 'row')}: {share:.1%} of {totals['tokens']:,} tokens trained, longest "
-        f"{totals['longest']:,}, {bad.count or 'none'} bad"
-    )
-    for line in bad.lines():
-        lines += _in_red(f"  {line}")
-    if bad.count:
-        lines += _wrapped(f"--row {row_number(bad.found[0].where)} shows the first of them")
-    if bad.count > max_bad_share * len(samples):
-        lines += _wrapped(f"more than max_bad_share={max_bad_share:g} are bad: rlpost train sft would refuse them")
-    return lines
 
 
 def _wrapped(text: str) -> list[str]:

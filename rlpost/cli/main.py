@@ -183,10 +183,11 @@ def _unknown_words(flags: Sequence[str], arguments: Sequence[str]) -> str:
     """The message for the unknown flags and settings of a command line whose verb has `flags`."""
     from rlpost.catalog import COMMANDS, TRAIN_GRPO
     from rlpost.config.overrides import Override
+    from rlpost.config.schema import default_choices
     from rlpost.config.unknown import Vocabulary
 
     command = next((each for each in COMMANDS if each.verb.split()[-1] in arguments), TRAIN_GRPO)
-    words = Vocabulary.by_default(command, flags)
+    words = Vocabulary(command, default_choices(command), flags)
     unknown: list[Override] = []
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = word.partition("=")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import Command, S
-from rlpost.cli.run_folder import environment_of_runs, point_of
+from rlpost.cli.run_folder import point_of
 from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.errors import ConfigError, DataError
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
 from rlpost.record import Fact
+from rlpost.runs.kept import environment_of_runs
 from rlpost.runs.reader import read_run
 from rlpost.settings import LoRASettings, ModelSettings, OwnRowsSettings, VLLMSettings
 from rlpost.text import printable
@@ -53,10 +54,6 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--dry-run --json`."""
         composed, needs = self.composed, self.seen.needs
-        fetches = [
-            {"id": each.id, "bytes": each.bytes, "cached": str(each.cached) if each.cached else None}
-            for each in self.seen.fetches
-        ]
         return {
             "command": composed.command.verb,
             "folder": str(self.folder),
@@ -65,7 +62,7 @@ class Plan:
             "overrides": composed.overrides,
             "settings": composed.as_dict(),
             "facts": [fact._asdict() for fact in self.facts if fact.value],
-            "fetches": fetches,
+            "fetches": [asdict(each) for each in self.seen.fetches],
             "estimate": needs.as_dict() if needs is not None else None,
             "notes": self.notes,
         }
@@ -96,7 +93,6 @@ def plan(composed: Composed[Any], folder: Path, resume: str | None) -> Plan:
         rows=counts.get(settings.env.split),
         bad_rows=look.bad if look is not None else 0,
         held_out=counts.get("test") if settings.eval.enabled else None,
-        longest_prompt=_longest_prompt(composed) if look is not None else None,
         notes=[*composed.not_used, *notes_of_model(model, settings.lora.path)],
         is_resumed=resume is not None,
     )
@@ -117,16 +113,6 @@ def _resolved(composed: Composed[Any], shape: Shape | None, gpu: Room | None) ->
 
     settings, changes = resolve(composed.settings, Device(gpu), shape, composed.kept)
     return replace(composed, settings=settings, yaml=in_yaml(composed.yaml, changes)), changes
-
-
-def _longest_prompt(composed: Composed[Any]) -> int | None:
-    """Tokens of the longest prompt on this machine; None where none is sampled for, or the tokenizer is not here."""
-    from rlpost.model.tokenizer import tokens_of
-
-    longest = composed.rows[0].longest
-    if not composed.settings.learns_from_own or longest is None:
-        return None
-    return tokens_of([str(message["content"]) for message in longest.messages or []], composed.settings.model)
 
 
 def _gpu(device: str) -> Room | None:
@@ -193,7 +179,7 @@ def compose_and_check(
 
 def _check_model(model: ModelSettings, lora: LoRASettings | None, *, is_served: bool) -> None:
     """Raise ConfigError for what the files of the model on this machine say against it, trained or served by vLLM."""
-    from rlpost.estimate.shape import check_served, check_targets
+    from rlpost.estimate.shape import check_served
     from rlpost.model.tokenizer import facts_of_model
 
     facts = facts_of_model(model, None if lora is None else lora.path)
@@ -201,8 +187,6 @@ def _check_model(model: ModelSettings, lora: LoRASettings | None, *, is_served: 
         raise ConfigError(facts.problem)
     if is_served and _gpu(model.device) is None:
         check_served(model.path, model.revision)
-    if lora is not None:
-        check_targets(lora.target_modules or (), model.path, model.revision)
 
 
 def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> tuple[list[Look], list[str]]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlpost.catalog import EVAL
-from rlpost.cli.env import tell_starter, write_starter
-from rlpost.cli.terminal import print_json, print_lines
+from rlpost.cli.env import tell_starter
+from rlpost.cli.terminal import print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.cli.views import table
-from rlpost.errors import ConfigError
 from rlpost.settings import OwnRowsSettings
 from rlpost.text import counted, printable
 
@@ -33,7 +31,6 @@ TEST_EXAMPLES = """\
   rlpost reward test number env=gsm8k env.path=data/gsm8k
 """
 FAULTS = 3
-REPLY_SHOWN = 60  # characters
 TIMEOUT_SECONDS = 10.0  # of one reward call, by default
 NO_GOLD = "if no reply is right or wrong (length, style), leave out what compares with a right one: add env.gold=false"
 NO_ANSWERS = "the rows have no answer; if they have, name its column with env.answer_column"
@@ -48,6 +45,8 @@ def new(
     as_json: AsJson = False,
 ) -> None:
     """Write a commented reward function that works at once."""
+    from rlpost.starters import write_starter
+
     file = write_starter("reward", name, out)
     use = f"rlpost train grpo env=dataset env.path=FILE env.reward={file}:{name}"
     tell_starter(file, {"try it": f"python {file}", "use it": use}, as_json=as_json)
@@ -76,10 +75,10 @@ def attack(
     with _quiet():
         planned, source = _attack(name, words, rows)
         checks = attack_reward(planned)
-    left_out = [] if planned.has_gold else list(NEED_GOLD)
+    left_out = [] if planned.has_gold else NEED_GOLD
     counts = {kind: sum(check.verdict.value == kind for check in checks) for kind in STYLES}
     if as_json:
-        results = [{"name": c.name, "verdict": c.verdict.value, "reason": c.reason, "reply": _short(c)} for c in checks]
+        results = [asdict(c) | {"verdict": c.verdict.value, "reply": c.short_reply} for c in checks]
         print_json({"reward": name, "rows": source, "checks": results, "left_out": left_out, **counts})
     else:
         print(printable(f"{name} on {source}\n"))
@@ -102,73 +101,50 @@ def _attack(name: str, words: Sequence[str], rows: int) -> tuple[Attack, str]:
     used or that lack a column the reward takes.
     """
     from rlpost.config.compose import compose
+    from rlpost.config.overrides import parse_value, parse_words
     from rlpost.config.plugins import without_plugins
+    from rlpost.config.schema import Key
     from rlpost.envs.build import build_env
-    from rlpost.envs.proof import cases_of
-    from rlpost.rewards.attacks import COLUMNS, Attack, sample_attack
+    from rlpost.envs.proof import attack_of
+    from rlpost.rewards.attacks import COLUMNS, sample_attack
     from rlpost.rewards.builtin import BUILT_IN
     from rlpost.rewards.functions import WorkerReward, check_columns, load_reward
 
-    chosen = without_plugins(words)
-    limit = _value_of(chosen, "env.reward_timeout_seconds") or str(TIMEOUT_SECONDS)
-    try:
-        seconds = float(limit)
-    except ValueError:
-        raise ConfigError(f"env.reward_timeout_seconds={limit} is not a number") from None
+    given = {word.key: word.text for word in parse_words(without_plugins(words))}
+    limit = Key("env.reward_timeout_seconds", float, False, TIMEOUT_SECONDS)
+    seconds = parse_value(limit, given.get(limit.name, str(limit.default)))
     reward = WorkerReward(name, name) if name in BUILT_IN else load_reward(name)
     assert isinstance(reward, WorkerReward)  # a name that is not built in is FILE.py:FUNCTION
-    if all(word.startswith(("env.gold=", "env.reward_timeout_seconds=")) for word in chosen):
+    if given.keys() <= {"env.gold", limit.name}:
         check_columns(reward, COLUMNS, "the sample rows")
         attack = sample_attack(reward, seconds=seconds)
-        attack = replace(attack, has_gold=attack.has_gold and "env.gold=false" not in chosen)
+        attack = replace(attack, has_gold=given.get("env.gold") != "false")
         return attack, f"{len(attack.cases)} sample sums; for rows of your own: env.path=FILE, or env=NAME"
 
     # what is chosen comes after what is left to choose
-    own_rows = ["env=dataset", f"env.reward={name}"] if _value_of(chosen, "env") in (None, "dataset") else []
+    own_rows = ["env=dataset", f"env.reward={name}"] if given.get("env", "dataset") == "dataset" else []
     settings = compose(EVAL, ["env.split=train", *own_rows, *words]).settings.env
-    source = _value_of(chosen, "env")
-    if isinstance(settings, OwnRowsSettings):
-        source = settings.path
-        if _value_of(chosen, "env.held_out") is None:
-            settings.held_out = 0.0  # attack with all rows
+    shown = settings.path if isinstance(settings, OwnRowsSettings) else given["env"]
+    if isinstance(settings, OwnRowsSettings) and "env.held_out" not in given:
+        settings.held_out = 0.0  # attack with all rows
     with contextlib.closing(build_env(settings, num_prompts=1, group_size=1, seed=0)) as env:
-        cases, has_gold = cases_of(env, rows), env.has_gold
-    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
+        attack = attack_of(reward, env, rows, seconds)
     if reward.reference not in BUILT_IN:
-        check_columns(reward, columns, str(source))
-    description = f"{counted(len(cases), 'row')} of {source}, {settings.split} split"
-    return Attack(reward, cases, columns, seconds, has_gold), description
-
-
-def _value_of(words: Sequence[str], key: str) -> str | None:
-    """The value that `words` give `key`; None if they give it none."""
-    values = [word.partition("=")[2] for word in words if word.startswith(f"{key}=")]
-    return values[-1] if values else None
+        check_columns(reward, attack.columns, shown)
+    return attack, f"{counted(len(attack.cases), 'row')} of {shown}, {settings.split} split"
 
 
 def _lines(checks: Sequence[Check]) -> list[str]:
-    """Each check on a line, a failed one with its reply below; checks that fail alike share a line."""
+    """Each check on a line, a failed one with its reply below."""
     from rich.text import Text
 
-    from rlpost.rewards.attacks import failing_alike
-
     rows: list[tuple[str | Text, str, str]] = []
-    for check in failing_alike(checks):
+    for check in checks:
         verdict = check.verdict.value
         rows.append((Text(verdict, STYLES[verdict]), check.name, printable(check.reason)))
         if verdict != "ok" and check.reply is not None:
-            rows.append(("", "", f"reply: {_short(check)}"))
+            rows.append(("", "", f"reply: {check.short_reply}"))
     return table(rows, indent=2)
-
-
-def _short(check: Check) -> str | None:
-    """The reply as a Python string, a long one cut."""
-    reply = check.reply
-    if reply is None:
-        return None
-    if len(reply) <= REPLY_SHOWN:
-        return f"{reply!a}"
-    return f"{reply[:REPLY_SHOWN]!a}... ({len(reply)} characters)"
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 import time
@@ -10,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,12 +17,13 @@ from rlpost.cli.completion import complete_run, complete_run_or_sweep
 from rlpost.cli.terminal import output_width, print_json
 from rlpost.cli.usage import App, AsJson
 from rlpost.cli.views import StepText, candidate_lines, run_list, run_page, table
-from rlpost.config.paths import RUNS, SWEEP_FILE
-from rlpost.files import bytes_of
-from rlpost.record import ACCURACY, REWARD, WORDS, MetricsFile
+from rlpost.config.paths import RUNS
+from rlpost.record import WORDS, MetricsFile
 from rlpost.runs.reader import RunRecord, RunState, find_run, find_runs, find_sweep, is_running, read_run
-from rlpost.runs.removal import Removal, Rule, removals, remove
 from rlpost.text import counted, printable, readable
+
+if TYPE_CHECKING:
+    from rlpost.runs.removal import Removal
 
 LIST_EXAMPLES = """\
   rlpost runs list
@@ -57,12 +57,11 @@ def list_runs(
     as_json: AsJson = False,
 ) -> None:
     """List runs: state, steps, last reward, held-out accuracy before and after; the newest first."""
-    found = [] if folder == RUNS and not folder.exists() else find_runs(folder)
-    records = [read_run(run) for run in found]
+    records = [read_run(run) for run in ([] if folder == RUNS and not folder.exists() else find_runs(folder))]
     if as_json:
-        print_json([summary(record) for record in records])
+        print_json([record.summary() for record in records])
     elif records:
-        print("\n".join([*run_list(records, folder), *_sweep_lines(found, folder)]))
+        print("\n".join(run_list(records, folder)))
     else:
         print(f"no runs in {folder}/ yet: rlpost train grpo begins one", file=sys.stderr)
 
@@ -99,7 +98,7 @@ def show(
         print_json(found.as_dict()) if as_json else print("\n".join(candidate_lines(found, output_width(0) or None)))
     else:
         record = read_run(find_run(run))
-        print_json(details(record)) if as_json else print("\n".join(run_page(record)))
+        print_json(record.details()) if as_json else print("\n".join(run_page(record)))
 
 
 @app.command("gc", examples=GC_EXAMPLES, short_help="Remove what runs no longer need; lists it first.")
@@ -117,22 +116,19 @@ def gc(
 
     the last and the best, what finished runs would need to go on, and old rollouts. A run in use is left alone.
     """
+    from rlpost.runs.removal import Rule, removals, remove
+
     kept = {Rule.unstarted: keep_unstarted, Rule.checkpoint: keep_checkpoints, Rule.state: keep_state}
     found = removals(RUNS, frozenset(rule for rule in Rule if not kept.get(rule, False)), keep_rollouts)
-    gone = [removal for removal in found if yes and remove(removal)]
-    listed = gone if yes else found
+    listed = [removal for removal in found if remove(removal)] if yes else found
     total = sum(removal.bytes for removal in listed)
     if as_json:
-        removed = set(gone)
-        print_json({"bytes": total, "removed": yes, "items": [_entry(each, removed=each in removed) for each in found]})
-        return
-    if not found:
+        print_json({"bytes": total, "removed": yes, "items": [removal.as_dict() for removal in listed]})
+    elif listed:
+        print(f"removed {readable(total)}:" if yes else f"would remove {readable(total)}; add --yes to do it:")
+        print("\n".join(_removed(listed)))
+    else:
         print(f"nothing to remove in {RUNS}/")
-        return
-    print(f"removed {readable(total)}:" if yes else f"would remove {readable(total)}; add --yes to do it:")
-    print("\n".join(_table(listed)))
-    for run in sorted({removal.run for removal in found} - {removal.run for removal in listed}):
-        print(f"left alone: {printable(str(run))}, which a process has taken up meanwhile")
 
 
 # What the verbs print
@@ -159,85 +155,19 @@ def print_steps(folder: Path, last: int, *, follow: bool, as_json: bool) -> None
 def _ending(record: RunRecord, *, follow: bool) -> str:
     """The line after the steps; empty for a run that is well and not followed."""
     remarks = [] if record.metrics else ["no step is recorded yet"]
-    if record.damaged_lines and record.state is not RunState.running:
-        remarks.append(f"{record.damaged_lines} of its metrics lines cannot be read")
     if follow or record.state in (RunState.failed, RunState.killed):
         remarks.append(f"{record.state.value} {record.error}".rstrip())
     return f"{record.folder}: {'; '.join(remarks)}" if remarks else ""
 
 
-def _sweep_lines(runs: Sequence[Path], folder: Path) -> list[str]:
-    """A line for each sweep whose runs are in the list: which settings are better."""
-    sweeps = {run.parent: None for run in runs if (run.parent / SWEEP_FILE).is_file()}
-    lines = []
-    for sweep in sweeps:
-        from rlpost.evaluation.sweeps import read_sweep
-
-        if verdict := read_sweep(sweep).verdict:
-            name = sweep.relative_to(folder) if sweep != folder else sweep.name
-            lines.append(printable(f"sweep {name}: {verdict.sentence}"))
-    return lines
-
-
-def summary(record: RunRecord) -> dict[str, Any]:
-    """A run as one entry of `rlpost runs list --json`."""
-    return {
-        "name": record.folder.name,
-        "folder": str(record.folder),
-        "state": record.state.value,
-        "error": record.error or None,
-        "steps_done": record.steps_done,
-        "steps": record.total_steps,
-        "reward": record.last("reward/mean"),
-        "loss": record.loss,
-        **{
-            f"{name}_{when}": found and found.as_dict()
-            for name, key in (("accuracy", ACCURACY), ("held_out_reward", REWARD))
-            for when, found in zip(("before", "after"), record.before_and_after(key), strict=True)
-        },
-        "model": record.model_name,
-        "env": record.choice("env"),
-        "updated": datetime.datetime.fromtimestamp(record.updated, datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def details(record: RunRecord) -> dict[str, Any]:
-    """A run as `rlpost runs show --json` prints it."""
-    return {
-        **summary(record),
-        "commands": record.commands,
-        "overrides": record.overrides,
-        "config": record.config,
-        "environment": record.environment,
-        "seconds": record.seconds,
-        "damaged_lines": record.damaged_lines,
-        "checkpoints": [str(path) for path in record.checkpoints],
-        "bytes": bytes_of(record.folder),
-        "symptoms": [vars(symptom) for symptom in record.diagnosis.symptoms],
-        "metrics": record.metrics,
-    }
-
-
-def _table(listed: list[Removal]) -> list[str]:
+def _removed(listed: Sequence[Removal]) -> list[str]:
     """A line for each removal; the rollouts of a run share one."""
     rows = []
-    for (run, rule), found in groupby(listed, key=lambda removal: (removal.run, removal.rule)):
+    for (run, why), found in groupby(listed, key=lambda removal: (removal.run, removal.rule.value)):
         group = list(found)
-        if rule is Rule.rollouts:
-            named = f"{run}/rollouts: {counted(len(group), 'file')}"
-            rows.append((readable(sum(r.bytes for r in group)), rule.value, printable(named)))
+        if group[0].rule.name == "rollouts":
+            size = readable(sum(removal.bytes for removal in group))
+            rows.append((size, why, printable(f"{run}/rollouts: {counted(len(group), 'file')}")))
         else:
-            end = "/state" if rule is Rule.state else ""
-            rows += [(readable(r.bytes), rule.value, printable(f"{r.path}{end}")) for r in group]
-    return table(rows, output_width(0) or None, right=[0], cuttable=[2]) if rows else []
-
-
-def _entry(removal: Removal, *, removed: bool) -> dict[str, Any]:
-    return {
-        "run": str(removal.run),
-        "path": str(removal.path),
-        "rule": removal.rule.name,
-        "why": removal.rule.value,
-        "bytes": removal.bytes,
-        "removed": removed,
-    }
+            rows += [(readable(each.bytes), why, printable(str(each.removed))) for each in group]
+    return table(rows, output_width(0) or None, right=[0], cuttable=[2])

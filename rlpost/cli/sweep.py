@@ -49,7 +49,6 @@ class SweepOptions:
     name: str | None = None
     resume: str | None = None
     dry_run: bool = False
-    cfg: bool = False
     as_json: bool = False
 
 
@@ -120,8 +119,6 @@ def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options
     Checks every configuration before it begins the first job: one that cannot work raises ConfigError
     or DataError and names its job.
     """
-    if options.cfg:
-        raise ConfigError("--cfg prints one configuration: leave out -m, or list the jobs with --dry-run")
     planned = plan(command, words, typed, options)
     if options.dry_run:
         print_json(planned.as_dict()) if options.as_json else print("\n".join(plan_lines(planned)))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlpost.output import Pace, WaitingLine, descriptors_onto
-from rlpost.text import printable, shortened, without_passwords, wrapped
+from rlpost.text import printable, shortened, without_passwords
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from rlpost.record import Fact
 
 RED, GREEN, YELLOW = "\x1b[31m", "\x1b[32m", "\x1b[33m"
@@ -105,18 +108,41 @@ def output_width(piped: int = 100) -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else piped
 
 
-def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end: bool = False) -> list[str]:
-    """Text wrapped at `width` columns, its control characters shown.
+WHOLE = 100_000  # columns of a table that nothing cuts
+NARROWEST = 5  # columns of a cell that is cut, at least
 
-    Of more than `most_lines` the first are kept, or the last if `keep_end`, and one line counts the
-    characters left out.
+
+def table(
+    rows: Sequence[Sequence[str | Text]],
+    width: int | None = None,
+    *,
+    right: Collection[int] = (),
+    cuttable: Sequence[int] = (),
+    indent: int = 0,
+    heading: bool = False,
+) -> list[str]:
+    """Rows of equal length as lines with aligned columns, of at most `width` columns of the terminal.
+
+    Columns of `right` are right-aligned; with `heading` the first row is dim. Where the table is too wide, its gaps
+    are narrowed, then the columns of `cuttable` cut, in this order.
     """
-    lines = printable(text).expandtabs(4).splitlines(keepends=True) or [""]
-    rows = [row for line in lines for row in wrapped(line, width)]
-    cut: list[str] = []
-    if most_lines is not None and len(rows) > most_lines + 1:  # the counting line takes the room of one
-        kept = slice(-most_lines, None) if keep_end else slice(most_lines)
-        cut, rows = (rows[:-most_lines] if keep_end else rows[most_lines:]), rows[kept]
-    shown = [row.rstrip() for row in rows]
-    remark = [f"… {sum(map(len, cut)):,} more characters"] if cut else []
-    return remark + shown if keep_end else shown + remark
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    texts = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    widths = [max(text.cell_len for text in column) for column in zip(*texts, strict=True)]
+    room = WHOLE if width is None else width - indent
+    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= room else 1
+    for i in cuttable:
+        excess = max(0, sum(widths) + gap * (len(widths) - 1) - room)
+        widths[i] -= min(excess, max(0, widths[i] - NARROWEST))
+    grid = Table(box=None, show_header=False, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
+    for i, each in enumerate(widths):
+        grid.add_column(width=each, justify="right" if i in right else "left", no_wrap=True, overflow="ellipsis")
+    for i, row in enumerate(texts):
+        grid.add_row(*row, style="dim" if heading and i == 0 else None)
+    lines = io.StringIO()
+    colours = "standard" if takes_colour(sys.stdout) else None
+    Console(file=lines, width=WHOLE, force_terminal=colours is not None, color_system=colours).print(grid)
+    return [f"{' ' * indent}{line}".rstrip() for line in lines.getvalue().splitlines()]

@@ -14,12 +14,14 @@ import typer
 
 from rlpost.catalog import COMMANDS, Command, S
 from rlpost.cli.completion import complete_training
-from rlpost.cli.plan import compose_and_check, plan, resolved
-from rlpost.cli.run_folder import check_kept, choose_folder, kept_settings, run_to_resume
+from rlpost.cli.plan import compose_and_check, plan
+from rlpost.cli.run_folder import choose_folder, run_to_resume
 from rlpost.cli.terminal import StatusLine, print_error, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson
 from rlpost.config.paths import PAGE
 from rlpost.errors import ConfigError, RlpostError
+from rlpost.estimate.machine import ranks_started
+from rlpost.runs.kept import check_kept, kept_settings
 from rlpost.runs.reader import read_run
 from rlpost.settings.commands import RunRequest
 from rlpost.text import printable
@@ -40,10 +42,8 @@ Overrides = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder itself.")]
 Name = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run; its folder is runs/NAME.")]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="The same as seed=N.")]
 Resume = Annotated[str | None, typer.Option(metavar="auto|latest|PATH", help=RESUME_HELP)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the settings, say what would run, stop.")]
-Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration as YAML, stop.")]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)]
 Plain = Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a live screen.")]
 
@@ -58,29 +58,25 @@ def add_verb(command: Command[Any]) -> None:
         overrides: Overrides = None,
         out: Out = None,
         name: Name = None,
-        seed: Seed = None,
         resume: Resume = None,
         dry_run: DryRun = False,
-        cfg: Cfg = False,
         multirun: Multirun = False,
         as_json: AsJson = False,
         plain: Plain = False,
     ) -> None:
-        if is_another_rank():
-            raise typer.Exit(0 if multirun or cfg or dry_run else follow_rank_0())
-        words = with_seed(overrides or [], seed)
-        typed = ["rlpost", *context.obj]
+        if ranks_started() > 1 and os.environ.get("RANK", "0") != "0":  # rank 0 has the settings and the terminal
+            if multirun or dry_run:
+                raise typer.Exit
+            from rlpost.train.several_ranks import follow
+
+            raise typer.Exit(follow())
+        words, typed = overrides or [], ["rlpost", *context.obj]
         if multirun:
             from rlpost.cli.sweep import SweepOptions, sweep
 
-            options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
+            options = SweepOptions(out, name, resume, dry_run, as_json)
             raise typer.Exit(sweep(command, words, typed, options))
         composed, folder = resolve(command, words, typed, out, name, resume, as_json=as_json)
-        if cfg:
-            shown = resolved(composed)[0]
-            print_json(shown.as_dict()) if as_json else print(shown.yaml, end="")
-            return
-        folder = choose_folder(out, name, resume, composed.stem) if folder is None else folder
         if dry_run:
             planned = plan(composed, folder, resume)
             print_json(planned.as_dict()) if as_json else print("\n".join(planned.lines()))
@@ -108,27 +104,6 @@ def offer_verbs(arguments: Sequence[str]) -> None:
             add_verb(command)
 
 
-def is_another_rank() -> bool:
-    """Whether torchrun has started this process beside one that has the settings, the run folder and the terminal."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") != "0"
-
-
-def follow_rank_0() -> int:
-    """Do what rank 0 of the same training says; returns the exit code."""
-    from rlpost.train.several_ranks import follow
-
-    return follow()
-
-
-def with_seed(words: list[str], seed: int | None) -> list[str]:
-    """The settings with `--seed` among them. Raises ConfigError where both say it."""
-    if seed is None:
-        return words
-    if any(word.startswith("seed=") for word in words):
-        raise ConfigError("--seed and seed= both set the seed: give one of them")
-    return [*words, f"seed={seed}"]
-
-
 def resolve(
     command: Command[Any],
     words: list[str],
@@ -138,21 +113,21 @@ def resolve(
     resume: str | None,
     *,
     as_json: bool,
-) -> tuple[Composed[Any], Path | None]:
-    """The settings, including the kept ones of a resumed run, and the run if only the settings could name it."""
-    run = run_to_resume(out, name, resume) if resume is not None else None
-    kept = kept_settings(command, run, resume, words) if run and resume else None
+) -> tuple[Composed[Any], Path]:
+    """The settings, including the kept ones of a resumed run, and the folder of the run."""
+    run = named = kept = None
+    if resume is not None:
+        run = run_to_resume(out, name, resume)
+        if run is None:  # the settings given now say which run is meant
+            stem = compose_and_check(command, words, as_json=as_json, typed=typed).stem
+            run = named = choose_folder(None, None, resume, stem)
+        kept = kept_settings(command, run, resume, words)
     composed = compose_and_check(command, words, kept, as_json=as_json, run=run if kept else None, typed=typed)
-    named = None
-    if resume is not None and run is None:  # the settings given now say which run is meant
-        named = choose_folder(None, None, resume, composed.stem)
-        kept = kept_settings(command, named, resume, words)
-        composed = compose_and_check(command, words, kept, as_json=as_json, run=named if kept else None, typed=typed)
     if composed.environment_note:
         print(printable(composed.environment_note), file=sys.stderr)
-    if changed := check_kept(composed, run or named, kept):
+    if changed := check_kept(composed, run, kept):
         print(printable(f"going on with other settings: {'; '.join(changed)}"), file=sys.stderr)
-    return composed, named
+    return composed, named or choose_folder(out, name, resume, composed.stem)
 
 
 def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:

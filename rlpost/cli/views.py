@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import shlex
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, output_width, painted, paragraph, takes_colour
+from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, output_width, painted, table
 from rlpost.files import bytes_of
 from rlpost.record import (
     ENDED_EARLY,
-    MEANS_STRICT,
-    OF_ROWS,
-    STRICT,
     has_evaluation,
+    held_out_lines,
     legend,
     main_figures,
     number,
+    prompts_of,
 )
-from rlpost.runs.reader import RunRecord, RunState, code_of
-from rlpost.text import counted, printable, readable
+from rlpost.runs.reader import RunRecord, RunState
+from rlpost.text import counted, paragraph, printable, readable
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from rlpost.evaluation.sweeps import SweepResult
 
-WHOLE = 100_000  # columns of a table that nothing cuts
-NARROWEST = 5  # columns of a cell that is cut, at least
 UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
 ENDS = {
@@ -55,45 +48,8 @@ COURSES = (  # label -> the metric, its scale, unit and digits
     ("gap", "sampler/logprob_gap", 1.0, "", 3),
     ("no spread", "groups/zero_std", 100.0, "%", 0),
 )
-RECENT = 8  # steps from which the time left is estimated
 WIDEST_TEXT = 120  # columns: longer lines are hard to read
 PROMPT_LINES, COMPLETION_LINES = 8, 16  # lines of one completion, unless it is shown in full
-
-
-def table(
-    rows: Sequence[Sequence[str | Text]],
-    width: int | None = None,
-    *,
-    right: Collection[int] = (),
-    cuttable: Sequence[int] = (),
-    indent: int = 0,
-    heading: bool = False,
-) -> list[str]:
-    """Rows of equal length as lines with aligned columns, of at most `width` columns of the terminal.
-
-    Columns of `right` are right-aligned; with `heading` the first row is dim. Where the table is too wide, its gaps
-    are narrowed, then the columns of `cuttable` cut, in this order.
-    """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    texts = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
-    widths = [max(text.cell_len for text in column) for column in zip(*texts, strict=True)]
-    room = WHOLE if width is None else width - indent
-    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= room else 1
-    for i in cuttable:
-        excess = max(0, sum(widths) + gap * (len(widths) - 1) - room)
-        widths[i] -= min(excess, max(0, widths[i] - NARROWEST))
-    grid = Table(box=None, show_header=False, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
-    for i, each in enumerate(widths):
-        grid.add_column(width=each, justify="right" if i in right else "left", no_wrap=True, overflow="ellipsis")
-    for i, row in enumerate(texts):
-        grid.add_row(*row, style="dim" if heading and i == 0 else None)
-    lines = io.StringIO()
-    colours = "standard" if takes_colour(sys.stdout) else None
-    Console(file=lines, width=WHOLE, force_terminal=colours is not None, color_system=colours).print(grid)
-    return [f"{' ' * indent}{line}".rstrip() for line in lines.getvalue().splitlines()]
 
 
 # Runs
@@ -184,19 +140,17 @@ def run_page(record: RunRecord) -> list[str]:
 
 
 def _setup(record: RunRecord) -> list[tuple[str, str]]:
-    command = record.commands[-1] if record.commands else "command.txt is missing"
+    command = record.commands[-1] if record.commands else "unknown"
     lines = [("command", command)]
     if len(record.commands) > 1:
         lines.append(("", f"attempt {len(record.commands)}; begun with: {record.commands[0]}"))
     if not set(record.overrides) <= set(command.split()):  # a recipe's
         lines.append(("settings", " ".join(record.overrides)))
-    if not record.config:
-        lines.append(("", "config.yaml is missing or cannot be read, so the number of steps is unknown"))
     lines += [(fact.name, fact.text) for fact in record.facts]
-    if record.environment:
-        lines += [("versions", record.versions), ("machine", record.machine)]
-    else:
-        lines.append(("versions", "environment.json is missing or cannot be read"))
+    lines += [("versions", record.versions), ("machine", record.machine)] if record.environment else []
+    parts = {"command.txt": record.commands, "config.yaml": record.config, "environment.json": record.environment}
+    if missing := [file for file, part in parts.items() if not part]:
+        lines.append(("missing", f"{', '.join(missing)}: not there, or not whole"))
     early = record.environment.get(ENDED_EARLY)
     return [*lines, ("ended", f"early: {early}")] if early else lines
 
@@ -232,24 +186,17 @@ def curve(values: Sequence[float]) -> str:
 
 
 def _held_out(record: RunRecord) -> list[tuple[str, str]]:
-    """Loss, accuracy and reward before and after training, one a line, and the number of prompts."""
+    """Loss, accuracy and reward before and after training, one a line, and how they were measured."""
     found = record.held_out()
-    pairs = [(each.after, each.before) for each in found if each.key not in OF_ROWS]
-    prompts = next((figure.prompts for pair in pairs for figure in pair if figure), None)
-    lines = []
-    for each in found:
-        unit = "row" if each.key in OF_ROWS else "prompt"
-        before, after = (figure and figure.as_text(unit, shown=prompts) for figure in (each.before, each.after))
-        name = "strict" if each.key == STRICT else each.name
-        lines.append(f"{name:<8} {before or 'not before':<22} ->  {after or 'not yet after'}")
+    prompts = prompts_of(found)
+    lines = held_out_lines(found, prompts)
     if prompts is not None:
         from rlpost.settings.commands import samples_per_prompt
 
         settings = record.part("eval")
         samples = samples_per_prompt(settings.get("k") or [1], settings.get("samples"))
         drawn = "greedy" if samples == 1 else f"{samples} completions each"
-        strict = f"; {MEANS_STRICT}" if any(each.key == STRICT for each in found) else ""
-        lines.append(f"{drawn}, on {counted(prompts, 'prompt')}, 95% intervals{strict}")
+        lines.append(f"{drawn}, on {counted(prompts, 'prompt')}, 95% intervals")
     elif found:
         lines.append("95% intervals")
     return [("" if i else "held-out", line) for i, line in enumerate(lines)]
@@ -261,8 +208,7 @@ def _diagnosed(record: RunRecord) -> list[tuple[str, str]]:
 
     lines = []
     if record.damaged_lines:
-        damaged = "1 line of metrics.jsonl is" if record.damaged_lines == 1 else f"{record.damaged_lines} lines are"
-        lines.append(("damaged", f"{damaged} not whole, and left out here"))
+        lines.append(("damaged", f"{counted(record.damaged_lines, 'line')} of metrics.jsonl, left out here"))
     if error := ENDS.get(record.state, "") or record.error:
         doing = record.incident.get("doing")
         lines.append(("error", error + (f" (while {doing}; incident.json has the stacks)" if doing else "")))
@@ -276,13 +222,7 @@ def _diagnosed(record: RunRecord) -> list[tuple[str, str]]:
     if found.unread:
         lines.append(("", f"the texts were not looked at: {found.unread}"))
     if record.state not in (RunState.finished, RunState.running):
-        folder = shlex.quote(str(record.folder))
-        if record.checkpoints:
-            words = shlex.join([str(record.folder), *code_of(record.overrides)])
-            lines.append(("go on", f"rlpost {record.verb or 'train grpo'} --resume {words}"))
-        else:
-            where = "" if record.says_where else f" --out {folder}"
-            lines.append(("go on", f"the same command with --resume auto{where}"))
+        lines.append(("go on", record.to_go_on))
     return lines
 
 
@@ -305,19 +245,19 @@ class StepText:
     """Metrics rows as the lines that training prints, called in the order of the steps."""
 
     def __init__(self, total_steps: int | None) -> None:
-        self.total_steps = total_steps
-        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
+        from rlpost.screen.state import State
+
+        self._state = State(total=total_steps or 0)
 
     def __call__(self, row: dict[str, Any]) -> str:
         from rlpost.screen import clock, evaluation_line, step_line
 
         step, lines = row["step"], []
         figures = {key: value for key in row if (value := number(row, key)) is not None}
-        if step and (seconds := figures.get("time/step")) is not None:
-            self._recent.append(seconds)
-            total = self.total_steps or step
-            left = clock(fmean(self._recent) * (total - step))
-            lines.append(step_line(step, total, figures, left, width=output_width(0) or None))
+        self._state.total = max(self._state.total, step)
+        self._state.end_step(step, figures)
+        if step and (left := self._state.left()) is not None:
+            lines.append(step_line(step, self._state.total, figures, clock(left), width=output_width(0) or None))
         if has_evaluation(row):
             lines.append(evaluation_line(figures, f"after step {step}" if step else "before training"))
         return "\n".join(lines) or f"step {step}"

@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlpost.catalog import CHOICES, TRAIN_SFT, Command, S
 from rlpost.config import schema
-from rlpost.config.code import check_code, check_origin
+from rlpost.config.code import check_code
 from rlpost.config.overrides import YAML_ERRORS, Override, as_model_path, error_at, merge, parse_value, parse_words
 from rlpost.config.paths import (
     LATEST,
@@ -38,11 +38,10 @@ from rlpost.config.paths import (
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded, slug
 from rlpost.settings import EnvSettings, MixSettings, OwnRowsSettings, ToolsSettings
-from rlpost.settings.env import SourceText, check_tools
+from rlpost.settings.env import LIMITS, Source, SourceText, check_tools
 from rlpost.settings.foreign import FactorySettings
 
 _OF_ANY = replace(TRAIN_SFT, rows="")  # has every key of every environment
-_LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_observation_tokens")
 
 
 @dataclass(frozen=True)
@@ -95,23 +94,6 @@ class Composed(Merged[S]):
         return yaml.safe_load(self.yaml)
 
 
-@dataclass(frozen=True)
-class Source:
-    """An environment as a part of a mix; no other source has its name."""
-
-    name: str
-    weight: float  # the source's share of the prompts is weight / sum of weights
-    text: str
-    settings: EnvSettings
-
-    def within(self, mix: MixSettings) -> Source:
-        """This source with the split of the mix, unless that is train, and no limit above the mix's."""
-        own = self.settings
-        limits = {key: min(filter(None, (getattr(own, key), getattr(mix, key))), default=None) for key in _LIMITS}
-        split = SourceText.of(self.text).given.get("split", "train") if mix.split == "train" else mix.split
-        return replace(self, settings=replace(own, split=split, **limits))
-
-
 def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Override] = ()) -> Composed[S]:
     """The settings of `command` under the words `key=value` of a command line.
 
@@ -131,9 +113,8 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     env, sources = own.env, sources_of(own.env) if isinstance(own.env, MixSettings) else []
     _check_environment(env, sources, getattr(own, "tools", ToolsSettings()))
     mixes = bool(sources) and not command.rows
-    needed = "env.reward" not in command.optional or mixes or getattr(own.eval, "accuracy", False)
-    if needed and not all(each.scores for each in environments_of(env)):
-        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name of rlpost config list reward")
+    if "env.reward" not in command.optional or mixes or getattr(own.eval, "accuracy", False):
+        check_scored(env)
     content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
     groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
     yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))
@@ -147,10 +128,8 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     """
     overrides = expand(command, parse_words(words), kept)
     if plugins := [override for override in overrides if override.key == "plugin"]:
-        from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
+        from rlpost.config.plugins import load_plugins, plugin_paths
 
-        for override in plugins:
-            check_origin(PLUGIN, plugin_paths(override), override)
         load_plugins([path for override in plugins for path in plugin_paths(override)])
     groups = schema.groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
@@ -163,7 +142,7 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     if unknown := [o for o in overrides if o in wrong or o.key not in (*choices, *keys, *left_open)]:
         from rlpost.config.unknown import Vocabulary
 
-        raise Vocabulary(command, keys, choices).refusal(unknown)
+        raise Vocabulary(command, choices).refusal(unknown)
     _leave_empty(config, command.optional)
     texts = [
         f"{o.key}={o.text if o.key in choices else schema.as_text(_set(config, keys[o.key], o))}" for o in overrides
@@ -198,6 +177,12 @@ _composed_sources: dict[tuple[str, ...], list[Source]] = {}  # by their texts, a
 def environments_of(env: EnvSettings) -> list[EnvSettings]:
     """The settings of each source of a mix; for any other environment `env` alone."""
     return [source.settings for source in sources_of(env)] if isinstance(env, MixSettings) else [env]
+
+
+def check_scored(env: EnvSettings) -> None:
+    """Raise ConfigError unless the environment, or each source of a mix, has a reward."""
+    if not all(each.scores for each in environments_of(env)):
+        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name of rlpost config list reward")
 
 
 def sources_of(settings: MixSettings) -> list[Source]:
@@ -257,7 +242,7 @@ def _check_of_one(source: SourceText, *, once_a_row: bool) -> None:
 def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dict[str, int | None]:
     """The limits of a mix that are not `given`: the largest of any source, so that every source has room."""
     defaults = {field.name: field.default for field in fields(MixSettings)}
-    unsaid = [key for key in _LIMITS if f"env.{key}" not in given and getattr(mix, key) == defaults[key]]
+    unsaid = [key for key in LIMITS if f"env.{key}" not in given and getattr(mix, key) == defaults[key]]
     values = {key: [getattr(source.settings, key) for source in sources] for key in unsaid}
     return {key: None if None in each else max(each) for key, each in values.items()}
 

@@ -37,7 +37,7 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> di
     """
     command = command or next((c for c in COMMANDS if _has(c, name)), TRAIN_GRPO)
     merged = merge_all(command, words)
-    owners = schema.all_keys(command).get(name, [])
+    _, owners = schema.all_keys(command).get(name, (None, []))
     is_open = name.partition(".")[0] not in {override.key for override in merged.given}
     if owners and is_open and name not in {key.name for key in merged.keys}:
         words = [*words, owners[0]]
@@ -49,7 +49,7 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> di
         return _row(keys[name], merged) | more | typed
     if any(key.startswith(f"{name}.") for key in keys):
         return _group(name, merged) | typed
-    raise Vocabulary(command, keys, merged.choices).refusal([Override(name, "")])
+    raise Vocabulary(command, merged.choices).refusal([Override(name, "")])
 
 
 def search(word: str) -> list[dict[str, str]]:
@@ -58,9 +58,9 @@ def search(word: str) -> list[dict[str, str]]:
         return []
     found: dict[str, dict[str, str]] = {}
     for command in COMMANDS:
-        for name, (_, meaning) in schema.meanings(command).items():
-            if word.lower() in f"{name} {meaning}".lower():
-                found.setdefault(name, {"key": name, "meaning": meaning, "of": _owners_of(name)})
+        for name, (key, _) in schema.all_keys(command).items():
+            if word.lower() in f"{name} {key.about}".lower():
+                found.setdefault(name, {"key": name, "meaning": key.about, "of": _owners_of(name)})
     return sorted(found.values(), key=lambda row: word.lower() not in row["key"])
 
 
@@ -110,7 +110,7 @@ def _owners_of(name: str) -> str:
     """The verbs that have a key, and the options that it belongs to unless every option of its group has it."""
     having = [command for command in COMMANDS if name in schema.all_keys(command)]
     group = name.partition(".")[0]
-    options = list(dict.fromkeys(option for command in having for option in schema.all_keys(command)[name]))
+    options = list(dict.fromkeys(option for command in having for option in schema.all_keys(command)[name][1]))
     rows = {f"{group}={row}" for command in having for row in schema.classes_of(command, group)}
     verbs = "rlpost " + ", ".join(command.verb for command in having)
     return f"{verbs}; of {', '.join(options)}" if options and {*options} != rows else verbs
@@ -237,18 +237,10 @@ def _starter(merged: Merged[Any], code: set[str]) -> str:
         active = key.name in given or key.name in _LIKELY
         text = f"{key.name}: {MISSING if value == MISSING else _yaml_text(_as_json(value))}"
         text = text if active and value != MISSING and key.name not in code else f"# {text}"
-        remarks = ["needs a value" * (value == MISSING), _where(key, code), " | ".join(key.choices), key.doc]
+        beside = key.runs and (f"in a file {key.runs.beside} alone" if key.runs.beside else "on the command line only")
+        remarks = ["needs a value" if value == MISSING else "", beside, " | ".join(key.choices), key.doc]
         lines.append(f"{text.ljust(_VALUE_COLUMN)}  # {'; '.join(filter(None, remarks))}")
     return "\n".join(lines) + "\n"
-
-
-def _where(key: schema.Key, code: set[str]) -> str:
-    """The places where a key may be set, if some of its values run code."""
-    if key.name in code:
-        return "on the command line only, since it names code"
-    if key.runs is None:
-        return ""
-    return f"in a file {key.runs.beside} alone" if key.runs.beside else "on the command line only"
 
 
 def _yaml_text(value: Any) -> str:

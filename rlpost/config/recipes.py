@@ -72,7 +72,7 @@ def _check_it_is_ours(given: list[Override], file: Path, command: Command[Any]) 
     """Raise ConfigError, with what to write instead, for a file without a command that holds others' settings."""
     from rlpost.config.unknown import Vocabulary
 
-    words = Vocabulary.by_default(command)
+    words = Vocabulary(command, schema.default_choices(command))
     if unknown := [override for override in given if override.key not in words.names]:
         raise words.refusal(unknown, f"{file}: a recipe begins with the line command: {command.verb}; ")
 

@@ -57,6 +57,11 @@ class Key:
         return list(self.element.__members__) if issubclass(self.element, Enum) else []
 
     @property
+    def about(self) -> str:
+        """The meaning of the setting, or its type where nothing says so."""
+        return self.doc or self.type_name
+
+    @property
     def type_name(self) -> str:
         """The type in words: `number`, `constant | linear`, `list of text`, `whole number or null`."""
         name = " | ".join(self.choices) or TYPE_NAMES[self.element]
@@ -152,16 +157,20 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def built_in_folder(name: str) -> Path:
     """rlpost's own `conf` or `recipes`: inside the wheel, or at the root of an editable checkout."""
-    package = Path(rlpost.__file__).parent
+    return _inside(Path(rlpost.__file__).parent, name)
+
+
+@cache  # it is asked for with every option and setting
+def _inside(package: Path, name: str) -> Path:
     for folder in (package / "_builtin" / name, package.parent / name):
         if folder.is_dir():
-            return folder
+            return folder.resolve()
     raise ConfigError(f"rlpost's own {name}/ is not where it was installed ({package}): install rlpost again")
 
 
 def search_folders(name: str) -> list[Path]:
     """The folders in which `conf` or `recipes` are looked for: the user's first."""
-    users, own = Path(os.path.realpath(name)), built_in_folder(name).resolve()  # a link to itself is not a folder
+    users, own = Path(os.path.realpath(name)), built_in_folder(name)  # a link to itself is not a folder
     return [users, own] if users.is_dir() and users != own else [own]
 
 
@@ -276,27 +285,18 @@ def recipes() -> dict[str, Path]:
     return _yaml_files(search_folders("recipes"))
 
 
-def all_keys(command: Command[Any]) -> dict[str, list[str]]:
-    """Dotted key -> the rows (`env=gsm8k`) that have it, for every choice of a command's groups.
+def all_keys(command: Command[Any]) -> dict[str, tuple[Key, list[str]]]:
+    """Dotted key -> the key and the rows (`env=gsm8k`) that have it, for every choice of a command's groups.
 
-    A key that does not depend on a choice maps to an empty list.
+    A key that does not depend on a choice has no rows.
     """
-    return {name: list(owners) for name, (_, owners) in _table(command, _rows(command)).items()}
-
-
-def meanings(command: Command[Any]) -> dict[str, tuple[Key, str]]:
-    """Every key of `command` under any of its options, with what it means, or its type where nothing says so."""
-    return {name: (key, key.doc or key.type_name) for name, (key, _) in _table(command, _rows(command)).items()}
-
-
-def _rows(command: Command[Any]) -> tuple[tuple[str, str, type], ...]:
-    """Group, name and settings class of every row that `command` can choose, some of them a plugin's."""
-    return tuple((group, name, cls) for group in CHOICES for name, cls in classes_of(command, group).items())
+    rows = ((group, name, cls) for group in CHOICES for name, cls in classes_of(command, group).items())
+    return _table(command, tuple(rows))  # some of them are a plugin's
 
 
 @lru_cache(maxsize=64)
 def _table(command: Command[Any], rows: tuple[tuple[str, str, type], ...]) -> dict[str, tuple[Key, list[str]]]:
-    """The one table of keys: dotted key -> the key, and the rows that have it."""
+    """See `all_keys`."""
     found: dict[str, tuple[Key, list[str]]] = {key.name: (key, []) for key in keys_of(command.settings)}
     found = {name: entry for name, entry in found.items() if name.partition(".")[0] not in CHOICES}
     for group, name, settings in rows:
@@ -321,7 +321,7 @@ def verb_and_rest(words: Sequence[str]) -> tuple[Command[Any], list[str]]:
     verb, rest = " ".join(words[:count]), list(words[count:])
     if not verb:
         return TRAIN_GRPO, rest
-    names = {name: command for command in COMMANDS for name in (command.verb, command.name)}
+    names = {name: command for command in COMMANDS for name in (command.verb, command.verb.split()[-1])}
     if verb not in names:
         hint = did_you_mean(nearest(verb, names), f"it is {' or '.join(c.verb for c in COMMANDS)}")
         raise ConfigError(f"{verb} has no configuration{hint}")

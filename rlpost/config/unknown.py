@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
@@ -18,35 +16,25 @@ from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, nearest, nearest_key, one_typo_away
 
 
-@dataclass(frozen=True)
 class Vocabulary:
-    """The words that `command` takes where each group has the option of `choices`, and so the settings of `keys`."""
+    """The words that `command` takes where each group has the option of `choices`, and the `flags` of its verb."""
 
-    command: Command[Any]
-    keys: Mapping[str, schema.Key]
-    choices: Mapping[str, str]
-    flags: Sequence[str] = ()
-
-    @classmethod
-    def by_default(cls, command: Command[Any], flags: Sequence[str] = ()) -> Vocabulary:
-        """The words of `command` where nothing is chosen."""
-        choices = schema.default_choices(command)
-        classes = {group: kind for group, option in choices.items() if (kind := schema.class_of(group, option))}
-        return cls(command, schema.keys_under(command, classes), choices, flags)
-
-    @cached_property
-    def names(self) -> list[str]:
-        """All keys and groups; the keys that the chosen options have come first."""
-        return [*self.keys, *schema.groups_of(self.command.settings), *schema.all_keys(self.command)]
+    def __init__(self, command: Command[Any], choices: Mapping[str, str], flags: Sequence[str] = ()) -> None:
+        self.command, self.choices, self.flags = command, choices, flags
+        chosen = {group: kind for group, name in choices.items() if (kind := schema.class_of(group, name))}
+        self.keys = schema.keys_under(command, chosen)
+        # the keys that the chosen options have come first
+        self.names = [*self.keys, *schema.groups_of(command.settings), *schema.all_keys(command)]
 
     def refusal(self, unknown: Sequence[Override], before: str = "") -> ConfigError:
         """The error for unknown settings, options and flags: one, or all at once in a message begun by `before`."""
         if len(unknown) == 1 and not before:
             return error_at(unknown[0], self.complaint(unknown[0]))
-        begin = f"{before}rlpost {self.command.verb} does not know {len(unknown)} of these settings; write instead:"
-        answered = [(each, f"{shown(each.key)}: {self.instead_of(each) or 'not known here'}") for each in unknown]
-        lines = [f"  {error_at(each, answer)}" for each, answer in answered]
-        return ConfigError("\n".join([begin, *lines, f"rlpost config explain {self.command.verb} prints all settings"]))
+        lines = [f"{before}rlpost {self.command.verb} does not know {len(unknown)} of these settings; write instead:"]
+        for each in unknown:
+            answer = f"{shown(each.key)}: {self.instead_of(each) or 'not known here'}"
+            lines.append(f"  {error_at(each, answer)}")
+        return ConfigError("\n".join([*lines, f"rlpost config explain {self.command.verb} prints all settings"]))
 
     def complaint(self, given: Override) -> str:
         """The message for one unknown key, option or flag."""
@@ -80,21 +68,20 @@ class Vocabulary:
         if key in self.choices:
             return self._option(key, given.text)
         if key in owners:
-            return key if key in self.keys else f"{NOT_HERE}it belongs to {' and '.join(owners[key])}"
+            return key if key in self.keys else f"{NOT_HERE}it belongs to {' and '.join(owners[key][1])}"
         parts = key.lower().replace("-", "_").split(".")
         ends = [".".join(parts[i:]) for i in range(len(parts))]  # actor.optim.lr, optim.lr, lr
         table, names = answers("settings"), [*self.names, "recipe"]
-        others = [table[end] for end in ends if end in table]
         verbs = [c.verb for c in COMMANDS if key in (*schema.all_keys(c), *schema.groups_of(c.settings))]
         alike = [name for name in names if f".{name}".endswith(f".{ends[-1]}") or name.startswith(f"{key}.")]
         guesses = [
             *(table[part] for part in parts if table.get(part, "").startswith(NOT_HERE)),
             *(end for end in ends if end in self.names),
-            *(self._in_our_words(other, given.text) for other in others),
+            *(self._in_our_words(table[end], given.text) for end in ends if end in table),
             *(f"{NOT_HERE}it belongs to rlpost {verb}" for verb in verbs),
             one_typo_away(key, names),
             " or ".join(dict.fromkeys(alike)),
-            *(f"{NOT_HERE}other verbs have {other} for it" for other in others),
+            *(f"{NOT_HERE}other verbs have {table[end]} for it" for end in ends if end in table),
             nearest_key(key, names),
         ]
         return next(filter(None, guesses), "")

@@ -310,22 +310,17 @@ class ChatMask:
                 raise self._left_out(f"the text{beside} of message {number + 1}, of the role {message['role']}")
             if number not in own:
                 continue
-            if inside and not rendered.holds(inside):
-                raise self._left_out(f"the thoughts in message {number + 1}", "add env.thoughts=drop")
-            if (thoughts := message.get(THOUGHTS)) and not rendered.holds(str(thoughts)):
-                raise MaskError(
-                    f"{self.template} has no place for the thoughts of message {number + 1}: add env.thoughts=inline "
-                    "to write them into the content as <think>...</think>, or env.thoughts=drop"
-                )
+            for thoughts in filter(None, (inside, message.get(THOUGHTS))):
+                if not rendered.holds(str(thoughts)):
+                    remedy = "add env.thoughts=drop" if inside else "add env.thoughts=inline or env.thoughts=drop"
+                    raise self._left_out(f"the thoughts of message {number + 1}", remedy)
             for call in message.get("tool_calls") or []:
                 function = call.get("function", call)
-                if not rendered.holds(str(function.get("name", ""))) or not all(
-                    map(rendered.holds, _words(function.get("arguments")))
-                ):
-                    raise MaskError(
-                        f"{self.template} leaves out the call of {function.get('name')} in message {number + 1}: add "
-                        "model.chat_template=qwen, take a model whose own writes tool calls, or write the call as "
-                        "content"
+                texts = [str(function.get("name", "")), *_words(function.get("arguments"))]
+                if not all(map(rendered.holds, texts)):
+                    raise self._left_out(
+                        f"the call of {function.get('name')} in message {number + 1}",
+                        "add model.chat_template=qwen, write the call as content",
                     )
 
     def _left_out(self, what: str, remedy: str = "take it out of the row") -> MaskError:

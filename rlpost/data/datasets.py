@@ -8,10 +8,8 @@ from __future__ import annotations
 import glob
 import re
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.faults import BadRows, FormatError
 from rlpost.data.order import HASHES, HELD_OUT, Digests, digests_of, hash_of, hashes_held_out
-from rlpost.data.rows import READERS, PackedRows, Row, Rows, Unreadable, without_nulls
+from rlpost.data.rows import READERS, PackedRows, Row, without_nulls
 from rlpost.errors import DataError
 from rlpost.files import expanded, paths_in
 from rlpost.text import counted
@@ -48,8 +46,7 @@ def located_rows(
     prepare: Callable[[Row], Row] = dict,
     held_out: float = HELD_OUT,
     test_path: str | None = None,
-    tolerant: bool = False,
-    shared_as: str | None = None,
+    max_bad_share: float | None = None,
 ) -> LocatedRows:
     """The first `limit` rows (None: all) of a split, each as `prepare` makes it of one that `reader` can read.
 
@@ -58,120 +55,102 @@ def located_rows(
     configuration `config` names; several paths are read one after the other. `test_path`, likewise,
     holds the split `test` instead; `validation`, or another of `TEST_NAMES`, serves as `test` if that is missing.
     If there is none of them, `test` is a share `held_out` of the rows, which `train` then leaves out: a row's
-    prompt alone decides, so that no prompt is in both. A file of both splits is read once for the two if `shared_as`,
-    which names everything that `reader` and `prepare` depend on, is given both times; the rows then have the first
-    `reader`.
+    prompt alone decides, so that no prompt is in both.
 
-    Raises DataError with the file, row (from 1) and field of every bad row; `tolerant` leaves them in `bad`, those of
-    a file of both splits in that of `train`.
+    Raises DataError with the file, row (from 1) and field of every bad row; if they are at most `max_bad_share` of
+    the rows, they are left in `bad`, those of a file of both splits in that of `train`.
     """
     sources = sources_of(dataset, split, config, test_path)
     name = sources[0].name if len(sources) == 1 else f"{len(sources)} files"
     divided = test_path is None and any(source.shared for source in sources)
-    stops = None if limit is None else (split, limit)  # a reading that stops early serves its own split alone
-    key = (shared_as, stops, *(source.age for source in sources)) if divided and shared_as is not None else None
-    rows = _latest.get(key)
-    if rows is None:
-        rows = LocatedRows(reader, packed=is_path(dataset))
-        if divided:
-            rows.read(sources, prepare, enough=None if limit is None else _Enough(limit, held_out, split))
-        else:
-            rows.read(sources, prepare, most=limit)
-        _latest.clear()
-        if key is not None:
-            _latest[key] = rows
-    if rows.bad.found and not tolerant:
-        raise rows.bad.error(name)
+    of_test = divided and split == "test"
+    share = held_out if divided else 0.0
+    rows = LocatedRows(PackedRows() if is_path(dataset) else [])
+    rows.read(sources, reader, prepare, None if limit is None else _Enough(limit, share, of_test))
+    if rows.bad.share > (max_bad_share or 0.0):
+        raise rows.bad.error(name, max_bad_share)
     if not rows.bad.total and is_path(dataset):
-        raise DataError(f"{name} holds no rows: {INSTEAD}, one JSON object a line")
+        raise DataError(f"{name} holds no rows: give a file with one JSON object a line")
     if not divided:
         return rows
-    is_test = hashes_held_out(rows.hashes, held_out)
-    chosen = [number for number, test in enumerate(is_test) if test == (split == "test")]
-    if not chosen and is_test:
-        raise leaves_none(name, held_out, len(set(rows.hashes)), split)
+    chosen = [number for number, held in enumerate(hashes_held_out(rows.prompts, held_out)) if held == of_test]
+    if not chosen and len(rows):
+        prompts = counted(len(set(rows.prompts)), "different prompt")
+        raise DataError(
+            f"{name}: env.held_out={held_out:g} of its {prompts} leaves none for {split}: change it, or {INSTEAD}"
+        )
     part = rows.only(chosen[:limit])
-    if split == "test":
+    if of_test:
         part.bad = BadRows()
     return part
 
 
-_latest: dict[Any, LocatedRows] = {}  # the last file of both splits
-
-
-class LocatedRows(Rows):
+class LocatedRows(Sequence[Row]):
     """Rows with their places: each row a new dict, each place like "train.jsonl, row 3"; and the bad ones.
 
     A row's number counts from 1; in a .jsonl or .csv file it is the row's line.
     """
 
-    def __init__(self, reader: Reader, *, packed: bool) -> None:
-        self.reader = reader
-        self.rows: PackedRows | list[Row] = PackedRows() if packed else []
-        self.numbers = array("q")
-        self.hashes = array("Q")  # of prompts
-        self.files: list[tuple[int, str]] = []  # (index in `rows` of its first row, name) of each file
+    def __init__(self, rows: PackedRows | list[Row]) -> None:
+        self.rows = rows
+        self.files: list[str] = []
+        self.places: list[array[int]] = [array("I"), array("q")]  # of each row: index in `files`, number
+        self.prompts = array("Q")  # a hash of the prompt of each row: equal for copies in other case or spacing
         self.bad = BadRows()
-        self.chosen: Sequence[int] | None = None  # indices in `rows`; None: all
 
     def read(
         self,
         sources: Sequence[Source],
+        reader: Reader,
         prepare: Callable[[Row], Row],
-        most: int | None = None,
         enough: Callable[[int], bool] | None = None,
     ) -> None:
-        """Add the good ones of the first `most` rows; ends as soon as `enough` is true of a prompt's hash."""
+        """Add the good rows; ends as soon as `enough` is true of a prompt's hash."""
         for source in sources:
-            self.files.append((len(self.numbers), source.name))
-            left = None if most is None else most - self.bad.total
-            for number, row, prompt in good_rows(source, self.reader, self.bad, left):
+            self.files.append(source.name)
+            for number, row, prompt in good_rows(source, reader, self.bad):
                 try:
                     self.rows.append(prepare(row))
                 except FormatError as error:
                     self.bad.add(f"{source.name}, row {number}", str(error))
                     continue
-                self.numbers.append(number)
-                self.hashes.append(hash_of(prompt))
-                if enough is not None and enough(self.hashes[-1]):
+                self.places[0].append(len(self.files) - 1)
+                self.places[1].append(number)
+                self.prompts.append(hash_of(prompt))
+                if enough is not None and enough(self.prompts[-1]):
                     return
 
     def __len__(self) -> int:
-        return len(self.numbers) if self.chosen is None else len(self.chosen)
+        return len(self.rows)
 
-    def at(self, number: int) -> Row:
-        """See `Rows.at`."""
-        return self.rows[self._place(number)]
+    def __getitem__(self, number: Any) -> Any:
+        """The row `number`, from 0; of a slice a list of them."""
+        if isinstance(number, slice):
+            return [self.rows[each] for each in range(len(self))[number]]
+        return self.rows[number]
 
     def where(self, number: int) -> str:
         """The place of the row `number`."""
-        place = self._place(number)
-        _, file = self.files[bisect_right(self.files, place, key=lambda each: each[0]) - 1]
-        return f"{file}, row {self.numbers[place]}"
+        file, row = (column[number] for column in self.places)
+        return f"{self.files[file]}, row {row}"
 
     def located(self) -> Iterator[tuple[str, Row]]:
         """Each row with its place."""
         return ((self.where(number), self[number]) for number in range(len(self)))
 
-    def only(self, numbers: Iterable[int]) -> LocatedRows:
+    def only(self, numbers: Sequence[int]) -> LocatedRows:
         """The rows with these numbers."""
-        rows = copy(self)
-        rows.chosen = array("q", map(self._place, numbers))
-        return rows
-
-    @property
-    def prompts(self) -> list[int]:
-        """A hash of the prompt of each row: equal for copies in other case or spacing."""
-        return [self.hashes[self._place(number)] for number in range(len(self))]
+        rows = self.rows
+        part = LocatedRows(rows.only(numbers) if isinstance(rows, PackedRows) else [rows[n] for n in numbers])
+        part.files, part.bad = self.files, self.bad
+        part.places = [array(column.typecode, [column[n] for n in numbers]) for column in self.places]
+        part.prompts = array("Q", [self.prompts[n] for n in numbers])
+        return part
 
     @property
     def digests(self) -> Digests:
         """One number a row, equal for equal rows."""
-        digests = self.rows.digests if isinstance(self.rows, PackedRows) else digests_of(self.rows)
-        return digests if self.chosen is None else digests[list(self.chosen)]
-
-    def _place(self, number: int) -> int:
-        return number if self.chosen is None else self.chosen[number]
+        return self.rows.digests if isinstance(self.rows, PackedRows) else digests_of(self.rows)
 
 
 class ShownRows(Sequence[Demonstration]):
@@ -209,8 +188,8 @@ def good_rows(source: Source, reader: Reader, bad: BadRows, most: int | None = N
     for number, row in islice(source.numbered, most):
         bad.total += 1
         try:
-            if isinstance(row, Unreadable):
-                raise FormatError("", row.wrong)
+            if isinstance(row, FormatError):
+                raise row
             prompt = reader(row)
         except FormatError as error:
             bad.add(f"{source.name}, row {number}", str(error))
@@ -221,22 +200,14 @@ def good_rows(source: Source, reader: Reader, bad: BadRows, most: int | None = N
 # What is held out
 
 
-def leaves_none(name: str, share: float, prompts: int, split: str) -> DataError:
-    """The error about a share held out that leaves a split without rows."""
-    return DataError(
-        f"{name}: env.held_out={share:g} of its {counted(prompts, 'different prompt')} leaves none for {split}: change "
-        f"it, or {INSTEAD}"
-    )
-
-
 class _Enough:
-    """Whether no later row can change which are the first `limit` of a divided split.
+    """Whether no later row can change which are the first `limit`, of the rows held out or of the others.
 
     A row changes sides only if all prompts would be on one side: see `hashes_held_out`.
     """
 
-    def __init__(self, limit: int, share: float, split: str) -> None:
-        self.limit, self.share, self.split = limit, share, split
+    def __init__(self, limit: int, share: float, of_held_out: bool) -> None:
+        self.limit, self.share, self.of_held_out = limit, share, of_held_out
         self.below = self.above = 0
 
     def __call__(self, prompt: int) -> bool:
@@ -246,7 +217,7 @@ class _Enough:
         else:
             self.above += 1
         one_sided = 0 < self.share < 1 and not (self.below and self.above)
-        return not one_sided and (self.below if self.split == "test" else self.above) >= self.limit
+        return not one_sided and (self.below if self.of_held_out else self.above) >= self.limit
 
 
 # Where rows come from
@@ -254,17 +225,12 @@ class _Enough:
 
 @dataclass(frozen=True)
 class Source:
-    """Numbered rows and their name in messages; `shared` if they hold both splits, train and test.
-
-    `partial` if only the first row of a too large file is among them.
-    """
+    """Numbered rows and their name in messages; `shared` if they hold both splits, train and test."""
 
     name: str
     numbered: Iterable[tuple[int, Any]]
     shared: bool
-    is_file: bool = False
-    partial: bool = False
-    age: tuple[Any, ...] = ()  # changes when the file is written again
+    size: int = 0  # bytes of the file
 
 
 def is_path(dataset: Dataset) -> bool:
@@ -286,11 +252,10 @@ def sources_of(dataset: Dataset, split: str, config: str | None, test_path: str 
     return sources
 
 
-def local_sources(path: str, split: str, key: str, most_bytes: int | None = None) -> list[Source]:
+def local_sources(path: str, split: str, key: str) -> list[Source]:
     """The rows of a file or folder on this machine; none if `path` can only be a hub id.
 
-    Of a file larger than `most_bytes` only the first row is given. Raises DataError, naming `key`, for a path
-    without rows.
+    Raises DataError, naming `key`, for a path without rows.
     """
     local = expanded(path)
     if local.is_dir():
@@ -303,25 +268,21 @@ def local_sources(path: str, split: str, key: str, most_bytes: int | None = None
                 f"{key}={path} has no {split}.jsonl (nor .json, .csv, .parquet): {_instead_of(local, path, key)}"
             )
         shared = split in ("train", "test") and not named
-        return [_read(file, shared, most_bytes) for file in files]
+        return [_source_of(file, shared) for file in files]
     if local.is_file():
         if local.suffix not in READERS:
             what = "unpack it with gunzip" if local.suffix == ".gz" else "convert it"
             raise DataError(f"{key}={local} is not a {', '.join(READERS)} file: {what}, or {INSTEAD}")
         if split not in ("train", "test"):
             raise DataError(f"{key}={local} is one file, which has train and test: env.split={split} needs a folder")
-        return [_read(local, True, most_bytes, is_file=True)]
+        return [_source_of(local, True)]
     if not _HUB_ID.fullmatch(path) or local.suffix in READERS or path.startswith("."):
         raise DataError(f"{key}={path} does not exist: {INSTEAD}")
     return []
 
 
-def _read(file: Path, shared: bool, most_bytes: int | None, *, is_file: bool = False) -> Source:
-    rows = READERS[file.suffix](file)
-    partial = most_bytes is not None and file.stat().st_size > most_bytes
-    found = file.stat()
-    age = (str(file), found.st_size, found.st_mtime_ns)
-    return Source(str(file), islice(rows, 1) if partial else rows, shared, is_file, partial, age)
+def _source_of(file: Path, shared: bool) -> Source:
+    return Source(str(file), READERS[file.suffix](file), shared, file.stat().st_size)
 
 
 def _split_files(folder: Path, split: str, key: str) -> list[Path]:
@@ -382,7 +343,7 @@ def _hub_source(hub_id: str, split: str, config: str | None, key: str) -> Source
     found = splits[chosen]
     typed = "Json(" not in repr(getattr(found, "features", ""))  # a column of JSON has the nulls of its rows alone
     rows = map(without_nulls, found) if typed else found
-    return Source(f"{hub_id} ({split}) on the hub", enumerate(rows, start=1), shared, age=(hub_id, config, shared))
+    return Source(f"{hub_id} ({split}) on the hub", enumerate(rows, start=1), shared)
 
 
 @contextmanager

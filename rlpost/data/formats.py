@@ -42,7 +42,6 @@ RENDERED = "rendered_prompt"  # column of `rlpost data pairs`: the prompt as tex
 # chosen_ids: the ids behind the prompt; chosen_mask: which of them were sampled; chosen_restarts: where among them a
 # whole new prompt begins, which takes the place of all ids before it
 OF_IDS = IDS, MASK, RESTARTS = ("_ids", "_mask", "_restarts")
-PAIRS = "these are preferences (chosen, rejected): learn from them with rlpost train dpo"
 
 
 class Wanted(Enum):
@@ -98,7 +97,7 @@ class RowReader:
             return
         if not paired and column not in row:
             if named is None and is_preference(row):
-                raise FormatError(PROMPT_COLUMNS[0], f"missing; {PAIRS}, {chosen_only(row)}")
+                raise FormatError(PROMPT_COLUMNS[0], f"missing; {for_preferences(row)}")
             column, advice = column or PROMPT_COLUMNS[0], "" if named else "; name one of them with env.prompt_column"
             raise FormatError(column, missing(column, row) + advice)
         value = row.get(column or "")
@@ -124,7 +123,7 @@ class RowReader:
         elif TEXT in row:
             self.text = TEXT
         elif is_preference(row):
-            raise FormatError(CHOSEN, f"{PAIRS}, {chosen_only(row)}")
+            raise FormatError(CHOSEN, for_preferences(row))
         else:
             column = CHAT_COLUMNS[0] if prompt is None else COMPLETION
             advice = "or text: name its columns with env.prompt_column and env.completion_column"
@@ -329,12 +328,12 @@ def chosen_column(row: Row) -> str:
     return "prompt_column" if whole else "completion_column"
 
 
-def chosen_only(row: Row) -> str:
+def for_preferences(row: Row) -> str:
     """The advice about preferences."""
-    setting = f"env.{chosen_column(row)}={CHOSEN}"
-    prompts = f" {setting}" if chosen_column(row) == "prompt_column" else ""
-    fine_tune = f"fine-tune on the chosen ones with rlpost train sft {setting}"
-    return f"{fine_tune}, or use the prompts{prompts} with rlpost train grpo"
+    return (
+        "these are preferences (chosen, rejected): learn from them with rlpost train dpo, or from the chosen ones with "
+        f"env.{chosen_column(row)}={CHOSEN}"
+    )
 
 
 def _json_in(row: Row, column: str) -> Any:

@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from rlpost.data.chat import ChatMask
 from rlpost.data.conversation import PADDING_ROLE, Message
 from rlpost.data.ragged import fields_of, grid, own, padded, padding_id, ragged, settle
-from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages
+from rlpost.data.rendering import render, template_messages
 from rlpost.errors import DataError
 
 _OPTIONAL = ("tool_calls", "tool_responses", "more")
@@ -221,7 +221,10 @@ class History(TensorClass["nocast"]):
             rows = [mask.encode(chat, tools, add_generation_prompt=prompt) for chat, prompt in pairs]
             rendered = _fields(tokenizer, padding, *zip(*rows, strict=True))
         else:
-            rendered = [_written(tokenizer, chat, add_generation_prompt=prompt, **options) for chat, prompt in pairs]
+            rendered = [
+                render(tokenizer, template_messages(chat, tokenizer), add_generation_prompt=prompt, **options)
+                for chat, prompt in pairs
+            ]
             if tokenize or return_dict:
                 rendered = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
             if return_dict:
@@ -255,15 +258,6 @@ def _message(
     if tool_responses:
         message["tool_responses"] = own(tool_responses)
     return {**message, **own(more)} if more else message
-
-
-def _written(tokenizer: Any, chat: Sequence[Message], **options: Any) -> str:
-    """The text of one chat. Raises DataError if the template refuses it."""
-    messages = template_messages(chat, tokenizer)
-    text = render(tokenizer, messages, **options)
-    if is_processor(tokenizer):
-        check_parts_are_written(tokenizer, messages, text, **options)
-    return text
 
 
 def _fields(

@@ -15,7 +15,7 @@ from typing import Any
 from rlpost.data.conversation import Message
 from rlpost.data.faults import FormatError
 from rlpost.data.habits import THOUGHT_KEYS, THOUGHTS
-from rlpost.data.rows import LONE_SURROGATE, Unreadable, has_lone_surrogate, kind_of, parsed
+from rlpost.data.rows import kind_of, parsed
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {
@@ -155,10 +155,6 @@ def _tool_call(call: Mapping[str, Any], column: str) -> dict[str, Any]:
 def from_json(text: str, column: str) -> Any:
     """The value of a JSON text. Raises FormatError if it is malformed."""
     value = parsed(text)
-    if isinstance(value, Unreadable):
-        wrong = value.wrong
-    elif has_lone_surrogate(value):
-        wrong = LONE_SURROGATE
-    else:
-        return value
-    raise FormatError(column, f"{text[:40]!r} {wrong}")
+    if isinstance(value, FormatError):
+        raise FormatError(column, f"{text[:40]!r} {value.wrong}")
+    return value

@@ -43,13 +43,9 @@ def hashes_held_out(hashes: Sequence[int], share: float) -> list[bool]:
 
 def hash_of(prompt: str) -> int:
     """A pseudo-random number below `HASHES`, the same for the copies of a prompt in other case or spacing."""
-    digest = hashlib.blake2b(same_prompt(prompt).encode("utf-8", "surrogatepass"), digest_size=6).digest()
+    same = " ".join(prompt.split()).casefold()
+    digest = hashlib.blake2b(same.encode("utf-8", "surrogatepass"), digest_size=6).digest()
     return int.from_bytes(digest, "big")
-
-
-def same_prompt(text: str) -> str:
-    """The text without what two copies of a prompt may differ in: case and white space."""
-    return " ".join(text.split()).casefold()
 
 
 # The order

@@ -71,11 +71,6 @@ class ContentBase:
 # Rendering
 
 
-def is_processor(tokenizer: Any) -> bool:
-    """Whether `tokenizer` is the processor of a multimodal model, which holds a tokenizer."""
-    return getattr(tokenizer, "tokenizer", None) is not None
-
-
 def tokenizer_name(tokenizer: Any) -> str:
     """The name of `tokenizer` in messages."""
     return Path(str(getattr(tokenizer, "name_or_path", "") or "")).name or type(tokenizer).__name__
@@ -95,7 +90,7 @@ def template_messages(chat: Sequence[Mapping[str, Any]], tokenizer: Any) -> list
     """
     if all(isinstance(m.get("content"), str) and "tool_responses" not in m for m in chat):
         return [dict(m) for m in chat]
-    takes_parts = is_processor(tokenizer)
+    takes_parts = getattr(tokenizer, "tokenizer", None) is not None  # the processor of a multimodal model
     messages: list[Message] = []
     for number, message in enumerate(chat):
         shown = {name: value for name, value in message.items() if name != "tool_responses"}
@@ -178,23 +173,6 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     """`text` as ids, beginning with the bos token where the tokenizer adds one and the text lacks it."""
     begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     return tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
-
-
-def check_parts_are_written(tokenizer: Any, messages: Sequence[Message], text: str, **options: Any) -> None:
-    """Raise DataError if the template leaves out the parts of some type: without them it writes the same `text`."""
-    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-    for kind in dict.fromkeys(part["type"] for part in parts if part["type"] != "text"):
-        without = [
-            {**m, "content": [part for part in m["content"] if part["type"] != kind]}
-            if isinstance(m.get("content"), list)
-            else m
-            for m in messages
-        ]
-        if render(tokenizer, without, **options) == text:
-            raise DataError(
-                f"{template_name(tokenizer)} leaves parts of type {kind} out: take the processor of a model that reads "
-                f"{kind}, or leave the part out"
-            )
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:

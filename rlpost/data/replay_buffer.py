@@ -25,34 +25,12 @@ Rule = Callable[[Sequence[Conversation]], bool]  # a group -> whether it may be 
 
 @dataclass
 class Drawn:
-    """The groups that came into the buffer over some time, and the groups that a rule dropped.
-
-    Rewards are those of valid rows: their sum and number over all groups, and how far they lie apart
-    in the dropped groups.
-    """
+    """The groups that came into the buffer over some time, the rewards of their valid rows, and the dropped groups."""
 
     groups: int = 0
     reward_sum: float = 0.0
     num_rewards: int = 0
-    turned_down: int = 0
-    lowest: float | None = None
-    highest: float | None = None
-    widest: float = 0.0  # the most that two rewards of one group lie apart
-
-    def add(self, rewards: Sequence[float]) -> None:
-        """Count a group that came in."""
-        self.groups += 1
-        self.reward_sum += sum(rewards)
-        self.num_rewards += len(rewards)
-
-    def turn_down(self, rewards: Sequence[float]) -> None:
-        """Count a known group as dropped."""
-        self.turned_down += 1
-        if rewards:
-            low, high = min(rewards), max(rewards)
-            self.lowest = low if self.lowest is None else min(self.lowest, low)
-            self.highest = high if self.highest is None else max(self.highest, high)
-            self.widest = max(self.widest, high - low)
+    turned_down: int = 0  # groups that a rule dropped
 
 
 Judged = tuple[list[list[Member]], list[list[Member]]]  # whole groups: the kept ones and the dropped ones
@@ -171,17 +149,11 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
             rounds += 1
             fruitless = 0 if self._num_judged > judged else fruitless + 1
 
-    def take(self, num_groups: int, max_policy_lag: int | None = None) -> TensorDictBase:
+    def take(self, num_groups: int) -> TensorDictBase:
         """The first `num_groups` groups as one batch; they leave the buffer, and the others stay.
 
-        Raises PolicyError if there are fewer: `fill` of a collector brings them. Raises TypeError for a
-        `max_policy_lag`, which is an argument of `fill`.
+        Raises PolicyError if there are fewer: `fill` of a collector brings them.
         """
-        if max_policy_lag is not None:
-            raise TypeError(
-                f"take gives groups that are there: bound their age where they are sampled, with collector.fill("
-                f"{num_groups}, max_policy_lag={max_policy_lag})"
-            )
         with self._lock:
             if len(self._groups) < num_groups:
                 raise PolicyError(
@@ -228,7 +200,7 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
         self._waiting = dict(map(self._restored, state["waiting"]))
         self.num_dropped_by_age = state["num_dropped_by_age"]
         self.num_evicted = state["num_evicted"]
-        self.drawn = Drawn(**state["drawn"])
+        self.drawn = Drawn(**{each.name: state["drawn"][each.name] for each in fields(Drawn)})
 
     def _add(self, members: Mapping[int, list[Member]]) -> Judged[Member]:
         """Add members to their groups; returns the groups that are whole now."""
@@ -247,9 +219,11 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
         """Put a whole group in its place, or drop it; returns whether it is kept."""
         self._num_judged += 1
         rewards = self._rewards(group)
-        self.drawn.add(rewards)
+        self.drawn.groups += 1
+        self.drawn.reward_sum += sum(rewards)
+        self.drawn.num_rewards += len(rewards)
         if self.accept is not None and not self.accept(group):
-            self.drawn.turn_down(rewards)
+            self.drawn.turned_down += 1
             return False
         if self.oldest_first:
             insort(self._groups, (number, group), key=lambda each: self._oldest(each[1]))
@@ -262,13 +236,9 @@ class Groups(HoldsGroups, ABC, Generic[Member]):
         drawn = self.drawn
         if not drawn.turned_down:
             return "group_size may exceed what the environment repeats"
-        spread = (
-            "none had a valid reward"
-            if drawn.lowest is None
-            else f"rewards from {drawn.lowest:g} to {drawn.highest:g}, at most {drawn.widest:g} apart within a group"
-        )
+        mean = f"mean reward {drawn.reward_sum / drawn.num_rewards:.3g}" if drawn.num_rewards else "no valid reward"
         return (
-            f"{drawn.turned_down} of {drawn.groups} groups were dropped ({spread}); give prompts that the model "
+            f"{drawn.turned_down} of {drawn.groups} groups were dropped ({mean}); give prompts that the model "
             "answers well now and then, a larger group_size, or a higher dynamic.draw_limit"
         )
 
@@ -334,8 +304,10 @@ class GroupBuffer(Groups[Conversation]):
         return [{name: getattr(each, name) for name in SAVED} for each in group]
 
     def _restored(self, saved: Any) -> tuple[int, list[Conversation]]:
-        is_batch = isinstance(saved, dict)
-        group = _from_batch(saved) if is_batch else [Conversation(task={}, **each) for each in saved]
+        if isinstance(saved, dict):  # saved as the JSON of its batch (see `rlpost.data.batch`)
+            group = [_of_batch_row(_batch_row(saved, place)) for place in range(saved["size"])]
+        else:
+            group = [Conversation(task={}, **each) for each in saved]
         return group[0].group_id, group
 
 
@@ -348,56 +320,49 @@ def valid_rewards(group: Sequence[Conversation]) -> list[float]:
     return [each.reward for each in group if each.valid and each.reward is not None and math.isfinite(each.reward)]
 
 
-def _from_batch(plain: Mapping[str, Any]) -> list[Conversation]:
-    """The conversations of a group that was saved as the JSON of its batch (see `rlpost.data.batch`)."""
-
-    def column(*path: str) -> Any:
-        found: Any = plain
-        for name in path:
-            found = found["values"][name]
-        return found["values"]
-
-    def each(*path: str) -> list[float | None]:
-        return [None if value != value else value for [value] in column(*path)]
-
-    def parts(name: str) -> list[dict[str, float]]:
-        by_part = {part: each("next", name, part) for part in column("next", name)}
-        values = [{part: own[i] for part, own in by_part.items()} for i in range(plain["size"])]
-        return [{part: value for part, value in row.items() if value is not None} for row in values]
-
-    columns = {
-        "messages": column("history"),
-        "group_id": column("group_id"),
-        "sample": column("sample"),
-        "source": column("source"),
-        "prompt_text": column("text", "prompt"),
-        "response_text": column("text", "response"),
-        "prompt_ids": column("tokens", "prompt"),
-        "response_ids": column("tokens", "response"),
-        "log_probs": column("log_probs", "response"),
-        "finish_reason": column("finish_reason"),
-        "tool_calls": column("tools", "calls"),
-        "tool_errors": column("tools", "errors"),
-        "valid": column("valid"),
-        "reward": each("next", "reward"),
-        "reward_parts": parts("reward_parts"),
-        "part_weights": parts("part_weights"),
-        "accuracy_strict": each("next", "accuracy_strict"),
-        "accuracy_lenient": each("next", "accuracy_lenient"),
-        "terminated": each("next", "terminated"),
-        "truncated": each("next", "truncated"),
+def _batch_row(plain: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """One row of a batch that was saved as JSON, nested as the batch is."""
+    return {
+        name: _batch_row(field, place) if field["kind"] == "batch" else field["values"][place]
+        for name, field in plain["values"].items()
     }
-    for name, key in {"hinted_ids": "hinted_prompt", "restarts": "restarts"}.items():
-        if key in column("tokens"):
-            columns[name] = column("tokens", key)
-    rows = zip(*columns.values(), strict=True)
-    group = [Conversation(task={}, **dict(zip(columns, row, strict=True))) for row in rows]
-    masks, firsts = column("masks", "all_assistant_mask"), column("policy_version")
-    versions = column("token_versions") if "token_versions" in plain["values"] else [[]] * len(group)
-    for own, mask, first, turns, of_tokens in zip(group, masks, firsts, column("turns"), versions, strict=True):
-        own.mask = list(map(int, mask[len(own.prompt_ids) :]))
-        own.policy_versions = [first] * turns
-        for place, version in enumerate(of_tokens):
-            if version not in (-1, own.newest_version):
-                own.version_changes.append((place, version))
-    return group
+
+
+def _of_batch_row(row: Mapping[str, Any]) -> Conversation:
+    tokens, scored = row["tokens"], row["next"]
+
+    def known(values: Mapping[str, list[float]]) -> dict[str, float]:
+        return {name: value for name, [value] in values.items() if not math.isnan(value)}
+
+    measures = known({name: scored[name] for name in ("reward", "accuracy_strict", "accuracy_lenient")})
+    conversation = Conversation(
+        task={},
+        messages=row["history"],
+        group_id=row["group_id"],
+        sample=row["sample"],
+        source=row["source"],
+        prompt_text=row["text"]["prompt"],
+        response_text=row["text"]["response"],
+        prompt_ids=tokens["prompt"],
+        response_ids=tokens["response"],
+        hinted_ids=tokens.get("hinted_prompt", []),
+        restarts=tokens.get("restarts", []),
+        mask=list(map(int, row["masks"]["all_assistant_mask"][len(tokens["prompt"]) :])),
+        log_probs=row["log_probs"]["response"],
+        policy_versions=[row["policy_version"]] * row["turns"],
+        finish_reason=row["finish_reason"],
+        tool_calls=row["tools"]["calls"],
+        tool_errors=row["tools"]["errors"],
+        valid=row["valid"],
+        reward=measures.get("reward"),
+        reward_parts=known(scored["reward_parts"]),
+        part_weights=known(scored["part_weights"]),
+        accuracy_strict=measures.get("accuracy_strict"),
+        accuracy_lenient=measures.get("accuracy_lenient"),
+        terminated=scored["terminated"][0],
+        truncated=scored["truncated"][0],
+    )
+    for place, version in enumerate(row.get("token_versions", [])):
+        if version not in (-1, conversation.newest_version):
+            conversation.version_changes.append((place, version))
+    return conversation

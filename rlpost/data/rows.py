@@ -1,6 +1,6 @@
 """Rows of data: read one by one from a file, kept for reading in any order, and the bad ones told by cause.
 
-A line that cannot be read is an `Unreadable`, so the rows behind it are still read.
+A line that cannot be read is a `FormatError` among the rows, so the rows behind it are still read.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import base64
 import csv
 import json
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from rlpost.data.faults import FormatError
 from rlpost.data.order import Digests, hashes_of
@@ -22,7 +20,6 @@ from rlpost.text import did_you_mean, nearest
 
 MOST_CELL = 16 << 20  # characters of a cell of CSV; Python's own limit is 131,072
 BATCH_ROWS = 4096  # of Parquet, at a time
-LONE_SURROGATE = "holds half of a character (a lone surrogate): remove it"
 ONE_LIST = "; if the file is one list, name it .json"
 
 Row = Mapping[str, Any]
@@ -32,17 +29,10 @@ Numbered = Iterator[tuple[int, Any]]  # each row with its number
 # Reading a file
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A row that could not be read, and why."""
-
-    wrong: str
-
-
 def read_jsonl(path: Path) -> Numbered:
     """One JSON value a line; a row's number is its line. Raises DataError for a file that cannot be read."""
     for number, text in _lines(path):
-        if isinstance(text, Unreadable):
+        if isinstance(text, FormatError):
             yield number, text
         elif text.strip():
             yield number, parsed(text.rstrip())
@@ -76,7 +66,7 @@ def read_csv(path: Path) -> Numbered:
                 raise DataError(f"{path} has two columns called {name!r}: give one of them another name")
         for row in reader:
             number = reader.line_num
-            yield number, Unreadable("has more cells than the header has names") if None in row else row
+            yield number, FormatError("", "has more cells than the header has names") if None in row else row
     except csv.Error as error:
         raise DataError(f"{path}, behind row {number}, is not CSV ({error}): correct or remove it") from error
 
@@ -128,17 +118,17 @@ READERS: dict[str, Callable[[Path], Numbered]] = {
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text; an `Unreadable` if it is malformed."""
+    """The value of a JSON text; a `FormatError` if it is malformed."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         begun = ONE_LIST if text.strip() == "[" else ""
-        return Unreadable(f"is not JSON ({error.msg}, character {error.pos + 1}){begun}")
+        return FormatError("", f"is not JSON ({error.msg}, character {error.pos + 1}){begun}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
-        return Unreadable(f"cannot be read ({error}): write it as text, or remove it")
+        return FormatError("", f"cannot be read ({error}): write it as text, or remove it")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str | Unreadable]]:
+def _lines(path: Path) -> Iterator[tuple[int, str | FormatError]]:
     """Lines as text, from 1, without a byte order mark. Raises DataError for a file of UTF-16."""
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -147,13 +137,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str | Unreadable]]:
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                yield number, Unreadable(_no_utf8(error.start, "Windows-1252 or Latin-1"))
+                yield number, FormatError("", _no_utf8(error.start, "Windows-1252 or Latin-1"))
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
     """Lines as text. Raises DataError for one that is not UTF-8."""
     for number, text in _lines(path):
-        if isinstance(text, Unreadable):
+        if isinstance(text, FormatError):
             raise DataError(f"{path}, row {number} {text.wrong}")
         yield text
 
@@ -165,24 +155,7 @@ def _no_utf8(at: int, likely: str) -> str:
 # Keeping rows
 
 
-class Rows(Sequence[Row]):
-    """Rows by number or slice; a subclass defines `at`."""
-
-    @abstractmethod
-    def at(self, number: int) -> Row:
-        """The row `number`, from 0: a new dict."""
-
-    @overload
-    def __getitem__(self, number: int) -> Row: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Row]: ...
-    def __getitem__(self, number: int | slice) -> Row | list[Row]:
-        """A row, or a list of them."""
-        places = range(len(self))[number]
-        return self.at(places) if isinstance(places, int) else [self.at(place) for place in places]
-
-
-class PackedRows(Rows):
+class PackedRows(Sequence[Row]):
     """Rows that are added one after another and then read in any order; each read makes a new dict.
 
     They are kept as JSON, several times smaller than dicts. Values that JSON lacks become text: dates in ISO form,
@@ -200,27 +173,24 @@ class PackedRows(Rows):
         try:
             self._rows.append(_ENCODER.encode(row).encode())
         except UnicodeEncodeError as error:
-            raise FormatError("", LONE_SURROGATE) from error
+            raise FormatError("", "holds half of a character (a lone surrogate): remove it") from error
         except (TypeError, ValueError) as error:
             raise FormatError("", f"holds what is not data ({error})") from error
 
-    def at(self, number: int) -> Row:
-        """See `Rows.at`."""
+    def __getitem__(self, number: Any) -> Any:
+        """The row `number`, from 0."""
         return json.loads(self._rows[number])
+
+    def only(self, numbers: Sequence[int]) -> PackedRows:
+        """The rows with these numbers."""
+        part = PackedRows()
+        part._rows = [self._rows[number] for number in numbers]
+        return part
 
     @property
     def digests(self) -> Digests:
         """One number a row, equal for equal rows."""
         return hashes_of(self._rows)
-
-
-def has_lone_surrogate(value: Any) -> bool:
-    """Whether a text in a JSON value holds a lone surrogate, which no file and no tokenizer takes."""
-    try:
-        _ENCODER.encode(value).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _as_text(value: Any) -> Any:

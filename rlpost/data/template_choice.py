@@ -36,16 +36,15 @@ def named_template(name: str) -> str:
     Raises ConfigError for an unknown name, and for a file that is unreadable or not a template.
     """
     if not (name.endswith(_FILE_ENDINGS) or "/" in name):
-        from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, chat_template, jinja
+        from rlpost.data.chat_templates import TEMPLATES, jinja
 
-        try:
-            return jinja(PLAIN) if name == PLAIN else chat_template(name).template
-        except UnknownTemplateError:
-            known = [PLAIN, *sorted(TEMPLATES)]
-            hint = did_you_mean(nearest(name, known))
-            raise ConfigError(
-                f"{TEMPLATE_KEY}={name} is unknown: it is one of {', '.join(known)}, or a FILE.jinja{hint}"
-            ) from None
+        if name == PLAIN:
+            return jinja(PLAIN)
+        if name in TEMPLATES:
+            return TEMPLATES[name].template
+        known = [PLAIN, *sorted(TEMPLATES)]
+        hint = did_you_mean(nearest(name, known))
+        raise ConfigError(f"{TEMPLATE_KEY}={name} is unknown: it is one of {', '.join(known)}, or a FILE.jinja{hint}")
     try:
         text = expanded(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # not UTF-8, or not a path

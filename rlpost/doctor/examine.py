@@ -21,7 +21,7 @@ from rlpost.data.chat import ChatMask
 from rlpost.data.encoding import Encoder
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.dataset import DatasetEnv
-from rlpost.envs.proof import cases_of, prove
+from rlpost.envs.proof import attack_of, prove
 from rlpost.errors import DataError, RlpostError
 from rlpost.estimate.needs import Machine, needs_of
 from rlpost.estimate.shape import shape_of_folder, shape_of_model
@@ -32,7 +32,7 @@ from rlpost.model.precision import this_device
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.record import Fact
 from rlpost.remote import cluster
-from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
+from rlpost.rewards.attacks import NEED_GOLD, Verdict, attack_reward
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
 from rlpost.settings import (
@@ -83,7 +83,7 @@ def examine(command: Command[Any], settings: Any, folder: Path, findings: Findin
         elif reason := (needs := needs_of(settings, shape, Machine.here(folder, device.room))).impossible():
             findings.fail("memory", reason)
         else:
-            findings.take(fact for fact in needs_facts(needs) if fact.name != "time")  # which is measured
+            findings.take(needs_facts(needs))
     if findings.failed:  # a step would fail for the same reason
         return
     wait("two steps on a few rows")
@@ -214,16 +214,11 @@ ATTACK_SECONDS = 10.0  # for one call of a reward under attack
 def _look_at_prompts(findings: Findings, settings: SampledSettings) -> None:
     """Check the rows and the rewards of a training that samples."""
     make_env = env_maker(settings)
-    with contextlib.closing(make_env()) as env, contextlib.closing(make_env()) as another:
+    with contextlib.closing(make_env()) as env:
         with findings.looking("rows"):
             env.start()
             for part in env.parts:
                 _look_at_rows(findings, part, settings.prompts_per_step, settings.steps)
-            another.start()
-            first, again = (each.draw(1)[0].messages for each in (env, another))
-            if first != again:
-                text = f"seed={settings.seed} draws other prompts each time"
-                findings.fail("seed", text, "a plugin's environment draws unseeded")
         if findings.failed:
             return
         with findings.looking("rewards"):
@@ -268,11 +263,9 @@ def _own_rewards(env: DatasetChatEnv) -> list[WorkerReward]:
 
 def _attack(findings: Findings, env: Any, reward: WorkerReward) -> bool:
     """Does the reward pay for bad replies? Returns whether it scores at all."""
-    about, cases = f"reward {reward.reference}", cases_of(env, ROWS)
-    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
-    seconds = min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
-    checks = attack_reward(Attack(reward, cases, columns, seconds, env.has_gold))
-    failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
+    about, seconds = f"reward {reward.reference}", min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
+    checks = attack_reward(attack_of(reward, env, ROWS, seconds))
+    failing = [check for check in checks if check.verdict is not Verdict.ok]
     advice = f"rlpost reward test {reward.reference} shows the replies"
     if any(check.name in NEED_GOLD for check in failing):
         advice += "; if no reply is right or wrong (length, style): add env.gold=false"
@@ -289,7 +282,7 @@ def _prove(findings: Findings, env: DatasetChatEnv) -> None:
     """Do gold replies earn more than corrupted ones?"""
     about = f"gold of {env.source_name}" if env.source_name else "gold"
     if not env.has_gold:
-        findings.ok(about, "no reply is right or wrong (the rows have no answer, or env.gold=false): nothing to prove")
+        findings.ok(about, "no right reply is known (no answers in the rows, or env.gold=false): nothing to prove")
         return
     proof = prove(env, ROWS)
     verdict, *details = (line.strip() for line in proof.lines())

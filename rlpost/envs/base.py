@@ -48,7 +48,6 @@ class EnvBase(ABC):
 
     max_reward: float | None = 1.0  # the reward of a perfect reply; None: unknown
     has_accuracy: bool = True  # whether the task has a 0/1 measure that a perfect reply meets
-    gold_name = "gold answers"  # the name of the replies of `gold_reply` in a proof
     takes_tools: bool = False  # whether replies are searched for tool calls
 
     def __init__(

@@ -391,7 +391,7 @@ class DatasetChatEnv(ChatEnv):
         reader: Reader | None = None,
         prepare: Callable[[Row], Row] = dict,
         *,
-        tolerant: bool = False,
+        max_bad_share: float | None = None,
     ) -> LocatedRows:
         """The rows of one split with their places, as `located_rows` reads and divides them.
 
@@ -409,15 +409,8 @@ class DatasetChatEnv(ChatEnv):
             prepare=prepare,
             held_out=self.held_out,
             test_path=self.test_path,
-            tolerant=tolerant,
-            shared_as=f"{type(self).__module__}.{type(self).__qualname__}({self.reads}) "
-            f"{getattr(reader, 'wanted', '')} {tolerant}",
+            max_bad_share=max_bad_share,
         )
-
-    @property
-    def reads(self) -> str:
-        """Everything that decides how a row is read, in words."""
-        return self.data_key
 
     def drop_rows(self, numbers: Sequence[int], why: str) -> None:
         """Draw no more of these rows of the split, numbered from 0. Raises DataError, saying `why`, if none is left."""

@@ -78,17 +78,10 @@ class DatasetEnv(DatasetChatEnv):
         unused, rewards = self._prompts.unused, self.rewards
         return not_used({name: count for name, count in unused.items() if rewards is None or not rewards.reads(name)})
 
-    @property
-    def reads(self) -> str:
-        """See `DatasetChatEnv.reads`."""
-        return repr((replace(self.settings, split="train", limit=None), self.user_role, self.system_role))
-
     def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`; raises DataError naming file, row and field."""
         rows = self.located(split, self._prompts)
-        assert isinstance(rows.reader, PromptRows)
-        self._prompts = rows.reader
-        self.data_key = rows.reader.chat or rows.reader.prompt or self.data_key
+        self.data_key = self._prompts.chat or self._prompts.prompt or self.data_key
         return rows
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
@@ -156,9 +149,8 @@ class DatasetEnv(DatasetChatEnv):
     def _shown(self, wanted: Wanted) -> ShownRows:
         """The rows of this split that are learned from as they are."""
         reader = RowReader(self.settings, wanted, user_role=self.user_role, system_role=self.system_role)
-        rows = self.located(self.split, reader, tolerant=True)
-        assert isinstance(rows.reader, RowReader)
-        return ShownRows(rows, rows.reader.read, not_used(rows.reader.unused))
+        rows = self.located(self.split, reader, max_bad_share=1.0)
+        return ShownRows(rows, reader.read, not_used(reader.unused))
 
     # What `rlpost env test` needs
 

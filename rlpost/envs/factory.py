@@ -24,7 +24,7 @@ from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.chat import record
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.draws import GENERATORS, Draws, Watch
-from rlpost.envs.game_calls import ended_if_stuck, make_calls
+from rlpost.envs.game_calls import Called, ended_if_stuck, make_calls
 from rlpost.envs.tool_calls import schema_of, together
 from rlpost.errors import ConfigError, DataError, named
 from rlpost.remote.loop import LoopThread
@@ -339,22 +339,19 @@ class MethodTools(ToolTransform):
         return ToolResult(f"{type(error).__name__}: {error}", ok=False)
 
 
-class Episode:
+class Episode(Called):
     """An object of the user's class in one conversation, and why it cannot go on, if it cannot.
 
     Its calls run one at a time, as those of a game: see `make_calls`.
     """
 
     def __init__(self, env: FactoryEnv, task: Mapping[str, Any]) -> None:
-        self.env, self.name, self.task = env, env.name, task
+        row = json.dumps(dict(task), sort_keys=True, default=str).encode()
+        super().__init__(env.name, Draws(int.from_bytes(blake2b(row, digest_size=4).digest(), "big")))
+        self.env, self.task = env, task
         self.object: Any = None
         self.text = ""  # of reset
         self.answered = 0  # turns of the model whose calls it has answered
-        row = json.dumps(dict(task), sort_keys=True, default=str).encode()
-        self.draws = Draws(int.from_bytes(blake2b(row, digest_size=4).digest(), "big"))
-        self.calls: list[tuple[str, float, Callable[[], None]]] = []
-        self.error: str | None = None
-        self.failure: BaseException | None = None  # that the error comes from; None for a late call
 
     def call(
         self, what: str, act: Callable[[], Any], seconds: float, read: Callable[[Any], Any] = lambda value: value

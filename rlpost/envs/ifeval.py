@@ -25,12 +25,11 @@ from rlpost.rewards.ifeval import (
     InstructionSet,
     Judged,
     best_reward,
-    replies_to,
     require_checkers,
     score,
 )
 from rlpost.rewards.score import Score
-from rlpost.text import did_you_mean, nearest
+from rlpost.text import counted, did_you_mean, nearest
 
 IFEVAL_HUB_ID = "google/IFEval"
 IFBENCH_HUB_ID = "allenai/IFBench_test"
@@ -222,7 +221,6 @@ class IFEvalEnv(DatasetChatEnv):
     """
 
     instructions = IFEVAL
-    gold_name = "replies made to follow an instruction"
 
     def __init__(
         self,
@@ -269,28 +267,15 @@ class IFEvalEnv(DatasetChatEnv):
         """See `ChatEnv.score`."""
         return self.scorer.score_conversation(conversation) if self.compute_reward else None
 
-    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`; IFEval has no gold answers, so each different instruction of the rows is a task."""
-        seen = set()
-        for where, row in self.load(self.split).located():
-            for kind, arguments in zip(row["instruction_id_list"], row["kwargs"], strict=True):
-                given = {name: value for name, value in arguments.items() if value is not None}
-                if (key := repr((kind, given))) not in seen and replies_to(kind, given) is not None:
-                    seen.add(key)
-                    yield (
-                        f"{where}, {kind}",
-                        {self.data_key: row[self.data_key], "instruction_id_list": [kind], "kwargs": [given]},
-                    )
+    @property
+    def has_gold(self) -> bool:
+        """See `DatasetChatEnv.has_gold`: neither benchmark has replies that follow its instructions."""
+        return False
 
-    def gold_reply(self, task: Mapping[str, Any]) -> str:
-        """See `EnvBase.gold_reply`: a reply made to follow the one instruction of a task of `all_tasks`."""
-        return self._tagged(_replies(task).following)
-
-    def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
-        """See `EnvBase.corrupted_replies`: nothing, and a reply made to break the instruction, if one is known."""
-        replies = _replies(task)
-        wrong = ["", "  \n", *([] if replies.breaking is None else [self._tagged(replies.breaking)])]
-        return [*wrong, replies.following] if self.scorer.answer_only else wrong
+    def rehearse(self) -> list[str]:
+        """See `EnvBase.rehearse`: reading the rows has tried the check of each instruction."""
+        self.start()
+        return [f"the instructions of {counted(self.num_tasks, 'row')} can be checked; no reply is known to be right"]
 
     def demonstrations(self) -> Iterator[Demonstration]:
         """See `EnvBase.demonstrations`: the field `completion` of each row, which the benchmark's own have not.
@@ -317,9 +302,6 @@ class IFEvalEnv(DatasetChatEnv):
         kinds = row.get("instruction_id_list")
         return isinstance(kinds, list | tuple) and any(kind in kinds for kind in self.leave_out)
 
-    def _tagged(self, reply: str) -> str:
-        return f"<think></think><answer>{reply}</answer>" if self.scorer.answer_only else reply
-
 
 class IFBenchEnv(IFEvalEnv):
     """One turn on each IFBench prompt: `IFEvalEnv` with that benchmark's kinds of instructions."""
@@ -328,18 +310,6 @@ class IFBenchEnv(IFEvalEnv):
 
     def __init__(self, dataset: str | Sequence[Mapping[str, Any]] = IFBENCH_HUB_ID, **others: Any) -> None:
         super().__init__(dataset, **others)
-
-    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`: there are none. Raises DataError."""
-        self.start()
-        raise DataError(
-            f"all {self.num_tasks} rows of the split {self.split} can be checked, but IFBench has no gold answers to "
-            "prove its rewards with: compare verdicts on replies of your own (rlpost.rewards.ifbench.verdicts)"
-        )
-
-
-def _replies(task: Mapping[str, Any]) -> Any:
-    return replies_to(task["instruction_id_list"][0], task["kwargs"][0])
 
 
 def _lists(tensordict: TensorDictBase, key: str) -> list[Any]:

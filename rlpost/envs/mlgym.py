@@ -39,8 +39,6 @@ class MLGymWrapper(TextGameEnv):
     unless they are given.
     """
 
-    keeps_begun = True  # a container that was made for the first observation is played
-
     def __init__(self, make: Callable[[], Any], *, reward_wrong_format: float | None = None, **game: Any) -> None:
         own = {
             "name": "MLGym",

@@ -17,7 +17,7 @@ from rlpost.envs.chat import Task
 from rlpost.envs.endless import EndlessEnv, EndlessProblems
 from rlpost.envs.openenv_actions import INVALID, ActionForm, is_of_tools, observation_text, tool_failure, tools_of
 from rlpost.envs.openenv_sessions import LARGEST_FRAME, LOCAL, UNLIKE, Answer, Episode, Rules, Sessions
-from rlpost.envs.text_game import Starts, text_of_action
+from rlpost.envs.text_game import Starts, score_of_episode, text_of_action
 from rlpost.envs.tool_calls import together
 from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.imports import require
@@ -97,7 +97,7 @@ class OpenEnv(EndlessEnv):
                 require("websockets", "openenv", "env=openenv")
                 self.sessions = Sessions.of(self.url, self.max_sessions)
                 self._learn_actions()
-                self.notes = [f"{self.url}: {note}" for note in self.look()]
+                self.look()
             super().start()
         except BaseException:
             self.close()
@@ -147,9 +147,9 @@ class OpenEnv(EndlessEnv):
     def _listed(self) -> list[dict[str, Any]]:
         """The tools that an MCP environment lists. Raises DataError if there are none."""
         episode = Episode(self.rules, 0)
-        [seen] = self._sessions.run(self._sessions.look(episode, {"type": "list_tools"}))
+        [answer] = self._sessions.run(self._sessions.look(episode, {"type": "list_tools"}))
         try:
-            tools = tools_of(seen)
+            tools = tools_of(answer.observation)
         except (LookupError, TypeError):
             tools = []
         if not tools:
@@ -158,43 +158,22 @@ class OpenEnv(EndlessEnv):
 
     # Looking at a server
 
-    def look(self) -> list[str]:
-        """Begin one seed in two sessions, and again without each argument of reset; returns notes.
-
-        Raises DataError if the two do not begin alike, ToolError if one does not begin.
-        """
+    def look(self) -> None:
+        """Begin one seed in two sessions. Raises DataError if they begin differently, ToolError if one cannot."""
         start = EndlessProblems.at(Seeds(self, self.seed), 0)["start"]
-        (text, state), (again, other) = self._begin_at(start), self._begin_at(start)
+        text, again = self._begin_at(start), self._begin_at(start)
         if text != again:
             raise DataError(
                 f"{self.url}: two sessions that were reset with the seed {start} begin differently ({text[:80]!r} and "
                 f"{again[:80]!r}), so no group has one task: let the environment's reset use its seed"
             )
         self._first = {"start": start, "observation": text, "form": self.form.text if self.form else ""}
-        differ = sorted(name for name in state.keys() | other.keys() if state.get(name) != other.get(name))
-        notes = [f"two sessions with one seed begin alike, but their states differ in {', '.join(differ)}"]
-        fixed = {name: value for name, value in state.items() if name not in differ}
-        dropped = []
-        for name in self.rules.reset:
-            try:
-                bare, without = self._begin_at(start, name)
-            except ToolError:  # it needs the argument
-                continue
-            if bare == text and fixed == {name: value for name, value in without.items() if name not in differ}:
-                dropped.append(name)
-        if dropped:
-            notes.append(
-                f"env.reset: neither the first observation nor the state changes with {', '.join(dropped)}; OpenEnv "
-                "drops what an environment's reset does not take without a word: see that its reset takes it"
-            )
-        return notes if differ else notes[1:]
 
-    def _begin_at(self, start: int, without: str = "") -> tuple[str, dict[str, Any]]:
-        """The first observation of a seed, and the server's own state behind it. Raises ToolError."""
-        reset = {name: value for name, value in self.rules.reset.items() if name != without}
-        episode = Episode(replace(self.rules, reset=reset), start)
-        [state] = self._sessions.run(self._sessions.look(episode))
-        return episode.text, {name: value for name, value in state.items() if name != "episode_id"}
+    def _begin_at(self, start: int) -> str:
+        """The first observation of a seed. Raises ToolError."""
+        episode = Episode(self.rules, start)
+        self._sessions.run(self._sessions.look(episode))
+        return episode.text
 
     def rehearse(self) -> list[str]:
         """See `EnvBase.rehearse`: begins episodes, and acts once where the schema gives an action."""
@@ -238,7 +217,7 @@ class OpenEnv(EndlessEnv):
         if "observation" in task:
             return task
         if self._first["start"] != task["start"]:
-            self._first = {**self._first, "start": task["start"], "observation": self._begin_at(task["start"])[0]}
+            self._first = {**self._first, "start": task["start"], "observation": self._begin_at(task["start"])}
         return self._first
 
     def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
@@ -365,15 +344,8 @@ class OpenEnv(EndlessEnv):
         if error is not None:
             return Score(math.nan, valid=False, error=error)
         total = episode.total + self.invalid_reward * episode.invalid
-        solved = None if self.success_return is None else float(total >= self.success_return)
-        parts = {"earned": total, "invalid_actions": episode.invalid, "unset_rewards": steps - episode.rewarded}
-        return Score(
-            reward=total,
-            parts={name: float(value) for name, value in parts.items()},
-            weights={"invalid_actions": 0.0, "unset_rewards": 0.0},
-            accuracy_strict=solved,
-            accuracy_lenient=solved,
-        )
+        unset = steps - episode.rewarded
+        return score_of_episode(total, self.success_return, invalid_actions=episode.invalid, unset_rewards=unset)
 
 
 class ServerTools(ToolTransform):

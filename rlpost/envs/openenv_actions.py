@@ -108,18 +108,12 @@ class ActionForm:
     def refusal(self, refused: Refused) -> str | None:
         """The model's text for an action that breaks a finer rule of the server; None for any other error.
 
-        The schema was checked before the action was sent, so a finding against the schema is the server's fault, and so
-        is one about anything but a field of the action.
+        An error about anything but a field of the action is the server's fault.
         """
-        if refused.code != INVALID_FRAME or not refused.faults or any(map(self._contradicts, refused.faults)):
+        of_action = all(fault["loc"] and fault["loc"][0] in self.fields for fault in refused.faults)
+        if refused.code != INVALID_FRAME or not refused.faults or not of_action:
             return None
         return f"{INVALID}: {'; '.join(map(fault_text, refused.faults))}"
-
-    def _contradicts(self, fault: Mapping[str, Any]) -> bool:
-        """Whether a finding is about no field of the action, or about a field itself, other than its schema has it."""
-        place, kind = fault["loc"], str(fault.get("type"))
-        unlike = kind.endswith(("_type", "_parsing")) or kind in ("missing", "extra_forbidden", "literal_error", "enum")
-        return not place or place[0] not in self.fields or (unlike and len(place) == 1)
 
 
 def is_of_tools(schema: Mapping[str, Any]) -> bool:

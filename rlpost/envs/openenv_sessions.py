@@ -1,7 +1,7 @@
 """Sessions of OpenEnv servers: their WebSocket frames, and the episodes that are played in them.
 
 One socket is one environment of the server. A frame is answered by exactly one frame, which names no request. So after
-a late answer, or a frame that nobody asked for, a socket is not used again.
+a late answer a socket is not used again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Session:
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
-        self._listen()
 
     @classmethod
     async def open(cls, url: str) -> Self:
@@ -78,11 +77,6 @@ class Session:
             raise ToolError(f"there is no OpenEnv server: {first_line(error)}") from error
         return cls(socket)
 
-    @property
-    def lost(self) -> bool:
-        """Whether the server closed the socket, or sent a frame that nobody asked for."""
-        return self._incoming.done()
-
     async def ask(self, kind: str, data: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
         """The data of the answer to a frame of this kind.
 
@@ -90,19 +84,17 @@ class Session:
         """
         from websockets.exceptions import ConnectionClosed
 
-        unasked = self.lost
         try:
             async with asyncio.timeout(seconds):
                 with suppress(ConnectionClosed):  # the last frames of the server, or its reason, are read below
                     await self._socket.send(
                         json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
                     )
-                text = await self._incoming
+                text = await self._socket.recv()
         except TimeoutError:
             raise ToolError(f"{kind} did not return within {seconds:g} s") from None
         except ConnectionClosed as error:
             raise ToolError(f"the server closed the session before {kind} returned: {first_line(error)}") from error
-        self._listen()
         try:
             frame = json.loads(text)
             what, content = frame["type"], dict(frame["data"])
@@ -110,8 +102,6 @@ class Session:
             raise ToolError(f"{kind} was answered with something that is not a frame: {str(text)[:80]!r}") from None
         if what == "error":
             raise Refused(kind, content)
-        if unasked:
-            raise ToolError(f"the server sent a frame that nobody asked for: {str(text)[:80]!r}")
         return content
 
     async def play(self, kind: str, data: Mapping[str, Any], seconds: float) -> Answer:
@@ -124,24 +114,18 @@ class Session:
 
     def abort(self) -> None:
         """Drop the socket without a word."""
-        self._incoming.cancel()
         self._socket.transport.abort()
 
     async def close(self) -> None:
         """End the session, and wait until the server has: only then it has room for another one."""
         from websockets.exceptions import ConnectionClosed
 
-        self._incoming.cancel()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._socket.send('{"type": "close"}')
                 await self._socket.wait_closed()
         except (ConnectionClosed, TimeoutError):
             self._socket.transport.abort()
-
-    def _listen(self) -> None:
-        self._incoming: asyncio.Task[Any] = asyncio.create_task(self._socket.recv())
-        self._incoming.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio complains
 
 
 @dataclass(frozen=True)
@@ -287,20 +271,13 @@ class Sessions:
             self._wake()
         return None
 
-    async def look(self, episode: Episode, action: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Begin an episode of no conversation; the observation that answers `action`, or else the server's state.
-
-        No session stays open. Raises ToolError.
-        """
+    async def look(self, episode: Episode, action: dict[str, Any] | None = None) -> Answer | None:
+        """Begin an episode of no conversation; the answer to `action`. No session stays open. Raises ToolError."""
         try:
             answer = await self.play(episode, action)
-            episode.busy = True
             if episode.error is not None:
                 raise ToolError(f"no episode can be played: {episode.error}")
-            if answer is not None:
-                return answer.observation
-            assert episode.session is not None
-            return await episode.session.ask("state", None, episode.rules.step_seconds)
+            return answer
         finally:
             session, episode.session = episode.session, None
             self._holders.pop(episode, None)
@@ -362,11 +339,8 @@ class Sessions:
         Waits where all of `limit` are moving.
         """
         while True:
-            while self._free:
-                session = self._free.pop()
-                if not session.lost:
-                    return session
-                self._forget(session)
+            if self._free:
+                return self._free.pop()
             if self.limit is None or self._open < self.limit:
                 self._open += 1
                 return None
@@ -401,12 +375,9 @@ class Sessions:
         session, episode.session = episode.session, None
         self._holders.pop(episode, None)
         if session is not None:
-            self._forget(session)
-
-    def _forget(self, session: Session) -> None:
-        session.abort()
-        self._open -= 1
-        self._wake()
+            session.abort()
+            self._open -= 1
+            self._wake()
 
     def _wake(self) -> None:
         while self._waiting:

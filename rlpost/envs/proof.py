@@ -17,7 +17,8 @@ from rlpost.envs.base import EnvBase
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import DataError
-from rlpost.rewards.attacks import STAND_IN, Case
+from rlpost.rewards.attacks import STAND_IN, Attack, Case
+from rlpost.rewards.functions import WorkerReward
 
 MOST_TURNS = 100  # that repeat a single reply
 
@@ -30,7 +31,7 @@ def prove(env: EnvBase, most: int | None = None) -> Proof:
     more than the others on average. Raises DataError where the environment's data cannot be read.
     """
     env.start()
-    proof = Proof(gold_name=env.gold_name)
+    proof = Proof()
     for where, task in islice(env.all_tasks(), most):
         proof.checked += 1
         gold = env.gold_reply(task)
@@ -63,7 +64,6 @@ class Proof:
     failures: list[str] = field(default_factory=list)
     gold: list[float] = field(default_factory=list)
     corrupted: list[float] = field(default_factory=list)
-    gold_name: str = "gold answers"
 
     @property
     def holds(self) -> bool:
@@ -93,7 +93,7 @@ class Proof:
                 f"  on average the gold answers earn {fmean(self.gold):g}, the others {fmean(self.corrupted):g}"
             )
         return [
-            f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}",
+            f"{self.checked} gold answers and {self.replies - self.checked} corrupted ones: {verdict}",
             *details,
         ]
 
@@ -127,10 +127,17 @@ def cases_of(env: DatasetChatEnv, count: int) -> list[Case]:
     return cases
 
 
+def attack_of(reward: WorkerReward, env: DatasetChatEnv, count: int, seconds: float) -> Attack:
+    """The attack on `reward` with the first `count` rows of the environment's split. Raises what `cases_of` raises."""
+    cases = cases_of(env, count)
+    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
+    return Attack(reward, cases, columns, seconds, env.has_gold)
+
+
 def _is_gold(env: EnvBase, played: Conversation) -> bool:
     if env.max_reward is None:
         return played.valid
-    strict, lenient = _accuracies(played)
+    strict, lenient = played.accuracy_strict, played.accuracy_lenient
     worked = isinstance(env, DatasetEnv)  # an answer with its working is not the number alone
     measured = not env.has_accuracy or (lenient == 1.0 and (strict == 1.0 or worked))
     return played.valid and played.reward == env.max_reward and measured
@@ -141,11 +148,7 @@ def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> boo
         return False
     if env.max_reward is None:
         return best is None or played.reward <= best
-    return played.reward < env.max_reward and not any(_accuracies(played))
-
-
-def _accuracies(played: Conversation) -> tuple[float | None, float | None]:
-    return played.accuracy_strict, played.accuracy_lenient
+    return played.reward < env.max_reward and not (played.accuracy_strict or played.accuracy_lenient)
 
 
 def _marks(played: Conversation) -> str:

@@ -13,21 +13,17 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from rlpost.data.datasets import Reader, good_rows, leaves_none, local_sources
-from rlpost.data.demonstrations import Demonstration
+from rlpost.data.datasets import Reader, good_rows, local_sources, located_rows
 from rlpost.data.faults import BadRows, FormatError
 from rlpost.data.formats import ANSWER_COLUMNS, RowReader, Wanted
-from rlpost.data.order import held_out_of
-from rlpost.data.rows import Row, kind_of, missing, present, text_in
-from rlpost.errors import DataError
+from rlpost.data.rows import Row, missing, present, text_in
 from rlpost.files import paths_in
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.gsm8k import split_solution
 from rlpost.settings import EnvSettings, GSM8KSettings, IFEvalSettings, MathSettings, OwnRowsSettings
 
 QUESTIONS = ("problem", "question")  # columns of MATH; the first that a row has is used
-MOST_ROWS = 50_000  # examined in a split
-MOST_BYTES = 8 << 20  # of a file that is read whole; only the first row of a larger one is examined
+MOST_BYTES = 8 << 20  # of files that are read whole; only the first row of each larger one is examined
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,6 @@ class Look:
     unused: Mapping[str, int] = field(default_factory=Counter)
     counts: Mapping[str, int] = field(default_factory=dict)  # of the good rows of each split, where all were examined
     bad: int = 0
-    longest: Demonstration | None = None  # the user's row with the longest prompt, in characters
 
 
 def look_at_rows(
@@ -55,46 +50,46 @@ def look_at_rows(
     Rows on the hub are not downloaded. Raises DataError with file, row and field of the bad rows if there are more
     than `max_bad_share` (None: any), as reading them for `splits` would.
     """
-    path, test = getattr(settings, "path", None), getattr(settings, "test_path", None)
-    if not isinstance(path, str):
+    path, test_path = getattr(settings, "path", None), getattr(settings, "test_path", None)
+    reader = reader_of(settings, demonstrated=demonstrated, paired=paired)
+    if not isinstance(path, str) or reader is None:
         return Look()
     columns: dict[str, None] = {}
+    counts: dict[str, int] = {}
     unused: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
     whole, faults = True, 0
-    longest: tuple[int, Demonstration | None] = (0, None)
+
+    def examined(row: Row) -> str:
+        columns.update(dict.fromkeys(map(str, row)))
+        return reader(row)
+
     for split in splits:
-        reader = reader_of(settings, demonstrated=demonstrated, paired=paired)
-        if reader is None:
-            return Look()
-        given, key = (str(test), "env.test_path") if test and split == "test" else (path, "env.path")
-        sources = [s for each in paths_in(given) for s in local_sources(each, split, key, MOST_BYTES)]
-        whole = whole and bool(sources)
-        for source in sources:
-            bad, divided = BadRows(), source.shared and test is None
-            limit = settings.limit if split == settings.split and not divided else None
-            prompts: list[str] = []
-            for _, row, prompt in good_rows(source, reader, bad, min(limit or MOST_ROWS, MOST_ROWS)):
-                columns |= dict.fromkeys(map(str, row))
-                prompts.append(prompt)
-                if len(prompt) > longest[0] and isinstance(reader, RowReader):
-                    longest = len(prompt), reader.read("", row)
-            if bad.share > (max_bad_share or 0.0):
-                raise bad.error(source.name, max_bad_share)
-            if not bad.total and not source.partial:
-                raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")
-            read_whole = not source.partial and bad.total < MOST_ROWS
-            whole = whole and read_whole
-            share = getattr(settings, "held_out", 0.0) if divided else 0.0
-            kept_back = sum(held_out_of(prompts, share)) if divided else 0
-            here = kept_back if divided and split == "test" else len(prompts) - kept_back
-            if divided and read_whole and prompts and not here:
-                raise leaves_none(source.name, share, len(set(prompts)), split)
-            counts[split] += here
-            faults += len(bad.found) if split == settings.split else 0
-        if isinstance(reader, RowReader) and split == settings.split:
-            unused = reader.unused
-    return Look(list(columns) if whole else None, unused, counts if whole else {}, faults, longest[1])
+        given, key = (str(test_path), "env.test_path") if test_path and split == "test" else (path, "env.path")
+        by_path = [local_sources(each, split, key) for each in paths_in(given)]
+        sources = [source for found in by_path for source in found]
+        if not all(by_path) or sum(source.size for source in sources) > MOST_BYTES:
+            whole = False
+            for source in sources:
+                bad = BadRows()
+                list(good_rows(source, examined, bad, 1))
+                if bad.share > (max_bad_share or 0.0):
+                    raise bad.error(source.name, max_bad_share)
+            continue
+        rows = located_rows(
+            path,
+            split,
+            examined,
+            settings.limit if split == settings.split else None,
+            prepare=lambda _: {},  # only their number matters
+            held_out=getattr(settings, "held_out", 0.0),
+            test_path=test_path,
+            max_bad_share=max_bad_share,
+        )
+        counts[split] = len(rows)
+        if split == settings.split:
+            faults = rows.bad.count
+            unused = Counter(reader.unused) if isinstance(reader, RowReader) else Counter()
+    return Look(list(columns) if whole else None, unused, counts if whole else {}, faults)
 
 
 def reader_of(settings: EnvSettings, *, demonstrated: bool, paired: bool) -> Reader | None:
@@ -203,9 +198,7 @@ class PromptRows(RowReader):
             return
         answers = self.answers(row)
         if not any(map(str.strip, answers)):
-            what = f"the number {value}" if isinstance(value, float) else kind_of(value)  # NaN, or infinite
-            empty = isinstance(value, str) or value == []
-            raise FormatError(column, "is empty" if empty else f"must be text or a finite number, and is {what}")
+            raise FormatError(column, f"must be text or a finite number, and is {json.dumps(value, default=str):.40}")
         for wrong in (BUILT_IN[name].complaint(answer) for name in self.built_in for answer in answers):
             if wrong:
                 raise FormatError(column, wrong)

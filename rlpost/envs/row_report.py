@@ -1,4 +1,4 @@
-"""The report of `rlpost data report`: the form of the rows, their repeated prompts, lengths and faults."""
+"""The form of rows, their repeated prompts, lengths and faults, for `rlpost data report`; and a preview of them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,40 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from itertools import chain, groupby, islice
+from typing import Any, NamedTuple
 
 from rlpost.data.datasets import LocatedRows, first_row, located_rows
+from rlpost.data.demonstrations import Demonstration, Sample
 from rlpost.data.encoding import Encoder, PairEncoder, RowEncoder, counted_in
 from rlpost.data.faults import SHOWN, BadRows, FormatError
 from rlpost.data.formats import ANSWER, CHOSEN, PAIR_COLUMNS, RowReader, Wanted, chosen_column, is_preference, not_used
 from rlpost.data.rendering import template_name
 from rlpost.data.rows import Row
 from rlpost.envs.row_checks import PromptRows
-from rlpost.errors import DataError
-from rlpost.settings import OwnRowsSettings
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import ModelSettings, OwnRowsSettings, SFTSettings
 from rlpost.text import counted
 
 TOKENISED = 2000  # rows whose lengths are counted in tokens, spread over the file
 SHOWN_DUPLICATES = 5
 
 
+def tokenizer_of(model: ModelSettings) -> Any:
+    """The tokenizer of a model, opened the quick way where that gives the same one."""
+    from rlpost.model.tokenizer import load_tokenizer, tokenizer_from_file
+
+    if (tokenizer := tokenizer_from_file(model)) is not None:
+        return tokenizer
+    from rlpost.model.locate import locate_tokenizer
+
+    return load_tokenizer(locate_tokenizer(model.path, model.revision), model)
+
+
 def report_rows(settings: OwnRowsSettings, tokenizer: Any) -> RowReport:
     """Read both splits of `settings`; raises DataError for a path that holds none."""
     reader = _reader(settings)
     encoder = PairEncoder(tokenizer, sys.maxsize) if reader.wanted is Wanted.pair else Encoder(tokenizer)
-    readers: list[RowReader] = []
     report = RowReport("", {}, 0, BadRows(), template_name(tokenizer), Counter())
     prompts: dict[str, set[int]] = {}
     for split in dict.fromkeys((settings.split, "test")):
@@ -39,26 +51,22 @@ def report_rows(settings: OwnRowsSettings, tokenizer: Any) -> RowReport:
                 config=settings.config,
                 held_out=settings.held_out,
                 test_path=settings.test_path,
-                tolerant=True,
-                shared_as=repr(settings),
+                max_bad_share=1.0,
             )
         except DataError:
             if split == settings.split:
                 raise
             continue  # no row is held out
-        if settings.limit is not None and split == settings.split:
-            rows = rows.only(range(min(settings.limit, len(rows))))
-        assert isinstance(rows.reader, RowReader)
-        reader = rows.reader
-        if reader not in readers:  # a file of both splits is read once
-            readers.append(reader)
+        if split == settings.split:
+            report.unused = Counter(reader.unused)
+            rows = rows.only(range(len(rows))[: settings.limit])
         report.bad.total += rows.bad.total
         report.bad.found += rows.bad.found
         prompts[split] = set(rows.prompts)
         report.splits[split] = _split_report(rows, reader, encoder)
-        report.form = report.form or (len(rows) > 0 and _form_of(reader, rows[0])) or ""
+        if len(rows) and not report.form:
+            report.form = _form_of(reader, rows[0])
     report.form = report.form or reader.form
-    report.unused = sum((reader.unused for reader in readers), Counter())
     report.shared = len(prompts.get("test", set()) & prompts[settings.split]) if settings.split != "test" else 0
     return report
 
@@ -78,7 +86,8 @@ class RowReport:
         """The report as text."""
         lines = [f"form       {self.form}", f"template   {self.template}"]
         for name, split in self.splits.items():
-            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {_repeating(split.repeated)}")
+            repeat = "repeats" if split.repeated == 1 else "repeat"
+            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {split.repeated:,} {repeat} a prompt")
             lines += [f"             {example}" for example in split.examples]
             if split.tokenised:
                 of = "" if split.tokenised == split.rows else f" (of {split.tokenised:,} rows)"
@@ -167,11 +176,107 @@ def _form_of(reader: RowReader, row: Row) -> str:
     return f"demonstrations, {reader.form}: for rlpost train sft{also}"
 
 
-def _repeating(rows: int) -> str:
-    return f"{rows:,} {'repeats' if rows == 1 else 'repeat'} a prompt"
-
-
 def _beside(where: str, earlier: str) -> str:
     """The place `earlier`, without its file where that is the file of `where`."""
     file, _, row = earlier.rpartition(", ")
     return row if where.rpartition(", ")[0] == file else earlier
+
+
+# A preview: one demonstration as the model reads it, and a summary of the first ones
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens of one kind, as text."""
+
+    text: str
+    trained: bool
+    special: bool
+
+
+@dataclass(frozen=True)
+class Preview:
+    """One demonstration in full, and the totals of the first ones, bad ones included."""
+
+    sample: Sample
+    pieces: list[Piece]
+    text: str  # as in the row
+    tokens: int
+    trained: int
+    longest: int
+    bad: BadRows
+    not_used: str  # columns that nothing reads, in words
+
+    def as_dict(self) -> dict[str, Any]:
+        """The preview as JSON-compatible values."""
+        sample = self.sample
+        by_fault = {
+            fault.name: {
+                "rows": len(self.bad.of(fault)),
+                "first": [{"row": each.where, "reason": each.reason} for each in self.bad.of(fault)[:SHOWN]],
+            }
+            for fault in dict.fromkeys(each.fault for each in self.bad.found)
+        }
+        return {
+            "row": {
+                "where": sample.where,
+                "tokens": len(sample.ids),
+                "trained": sample.num_trained,
+                "fault": sample.fault.name if sample.fault else None,
+                "reason": sample.reason or None,
+                "ids": sample.ids,
+                "mask": [int(trained) for trained in sample.mask],
+                "pieces": [piece._asdict() for piece in self.pieces],
+            },
+            "rows": self.bad.total,
+            "tokens": self.tokens,
+            "trained": self.trained,
+            "longest": self.longest,
+            "bad": by_fault,
+            "not_used": self.not_used,
+        }
+
+
+def preview_rows(settings: SFTSettings, tokenizer: Any, count: int, row: int | None) -> Preview:
+    """The preview of the first `count` rows, and of the row number `row` or the first that can be used.
+
+    Raises ConfigError if no row has that number.
+    """
+    from rlpost.envs.build import build_env  # it imports torch, which the report does without
+
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    rows = env.demonstrated()
+    stream = env.demonstrations() if rows is None else rows.in_turn()
+    first = list(islice(stream, count))
+    if row is None:
+        shown = next((each for each in first if not each.wrong), first[0])
+    else:
+        shown = next((each for each in chain(first, stream) if each.where.endswith(f" {row}")), None)
+    if shown is None:
+        split = settings.env.split
+        also = "; it may be held out: add env.split=test eval.enabled=false" if split == "train" else ""
+        raise ConfigError(f"--row {row}: the split {split} has no such row{also}")
+    return preview_of(first, shown, Encoder(tokenizer, settings.max_tokens), rows.not_used if rows else "")
+
+
+def preview_of(first: list[Demonstration], shown: Demonstration, encoder: Encoder, not_used: str = "") -> Preview:
+    """The preview of the rows `first`, with `shown` in full."""
+    bad, sample = BadRows(), encoder.encode(shown)
+    samples = [counted_in(bad, encoder.encode(each)) for each in first]
+    lengths, trained = [len(each.ids) for each in samples], sum(each.num_trained for each in samples)
+    text = "\n".join(f"{message['role']}: {message['content']}" for message in shown.messages or ()) or shown.text or ""
+    return Preview(sample, pieces_of(sample, encoder), text, sum(lengths), trained, max(lengths), bad, not_used)
+
+
+def pieces_of(sample: Sample, encoder: Encoder) -> list[Piece]:
+    """The sample as text, split where training begins or ends and around special tokens."""
+    pieces, begin, given = [], 0, 0
+    kinds = zip(sample.mask, (token in encoder.chat.special for token in sample.ids), strict=True)
+    for (trained, special), tokens in groupby(kinds):
+        begin += len(list(tokens))
+        # decode from the beginning: a tokenizer may decode the same token differently at the start of a text
+        text = encoder.tokenizer.decode(
+            sample.ids[:begin], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        pieces.append(Piece(text[given:], trained, special))
+        given = len(text)
+    return pieces

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,8 @@ from rlpost.data.conversation import CUT, Completion, Conversation, Ticket
 from rlpost.envs.chat import Task
 from rlpost.envs.draws import GENERATORS, Draws, Watch
 from rlpost.envs.endless import EndlessEnv, EndlessProblems
-from rlpost.envs.game_calls import make_calls
-from rlpost.errors import ConfigError, DataError, ToolError
+from rlpost.envs.game_calls import Called, make_calls
+from rlpost.errors import ConfigError, DataError
 from rlpost.imports import require
 from rlpost.rewards.score import Score
 from rlpost.settings import EnvSettings
@@ -88,6 +87,18 @@ def _number(text: str, start: int, count: int) -> int:
     return int(text)
 
 
+def score_of_episode(earned: float, success_return: float | None, **counts: int) -> Score:
+    """The score of an episode that earned so much; `counts` are parts without weight."""
+    solved = None if success_return is None else float(earned >= success_return)
+    return Score(
+        reward=earned,
+        parts={"earned": earned, **{name: float(count) for name, count in counts.items()}},
+        weights=dict.fromkeys(counts, 0.0),
+        accuracy_strict=solved,
+        accuracy_lenient=solved,
+    )
+
+
 # The environment
 
 
@@ -96,8 +107,11 @@ class TextGameEnv(EndlessEnv):
 
     `game` makes a fresh object with `reset(seed=) -> (observation, info)` and `step(action) ->
     (observation, reward, terminated, truncated, info)` (or `(observation, reward, done, info)`); a str is a
-    gymnasium id, made with `arguments` and drawn as text where the game can. `show`, `parse`, `earned`
-    and `refused` are those of `Rules`; `moves` names the actions 0, 1, ... of a game that numbers them.
+    gymnasium id, made with `arguments` and drawn as text where the game can. `show(game, observation, info)` is
+    what the model reads; `parse(game, text)` the action that its text means, or a ValueError that says to the model
+    why it is none; `earned(observation, reward)` what a step is worth. An action that is none earns `invalid_reward`
+    and leaves the game as it is; `refused(info)` is whether the game itself has refused the action of a step. `reset`
+    may take `start_seconds`, `step` `step_seconds`. `moves` names the actions 0, 1, ... of a game that numbers them.
 
     A task has `game`, `moves`, `observation`, and `start`, the seed of the game: those of one group begin
     alike, and no seed is in both splits (two seeds may look alike all the same). The reward is the sum of
@@ -113,7 +127,6 @@ class TextGameEnv(EndlessEnv):
     takes_tools = False
     max_reward = None
     has_accuracy = False
-    keeps_begun = False  # whether a game begun for its first observation is kept and played; always so for an id
 
     def __init__(
         self,
@@ -123,7 +136,7 @@ class TextGameEnv(EndlessEnv):
         name: str | None = None,
         show: Callable[[Any, Any, Any], str] = observation_text,
         parse: Callable[[Any, str], Any] | None = None,
-        earned: Callable[[Any, float], float] | None = None,
+        earned: Callable[[Any, float], float] = lambda observation, reward: float(reward),
         refused: Callable[[Any], bool] = lambda info: False,
         moves: Sequence[str] = (),
         invalid_reward: float = 0.0,
@@ -142,20 +155,16 @@ class TextGameEnv(EndlessEnv):
         self.moves = tuple(moves)
         self.success_return = success_return
         self.replays = replays
-        own: dict[str, Any] = {} if earned is None else {"earned": earned}
-        self.rules = Rules(
-            make=self._gymnasium_game if isinstance(game, str) else game,
-            show=show,
-            parse=parse or action_parser(moves),
-            invalid_reward=invalid_reward,
-            start_seconds=start_seconds,
-            step_seconds=step_seconds,
-            refused=refused,
-            draws_from=draws_from,
-            **own,
-        )
+        self.make = self._gymnasium_game if isinstance(game, str) else game
+        self.show = show
+        self.parse = parse or action_parser(moves)
+        self.earned = earned
+        self.refused = refused
+        self.invalid_reward = invalid_reward
+        self.start_seconds = start_seconds
+        self.step_seconds = step_seconds
+        self.draws_from = draws_from
         self._id = game if isinstance(game, str) else None
-        self.keeps_begun = self.keeps_begun or self._id is not None
         self.waiting: dict[int, Game] = {}  # by their starts: games that no conversation has yet
         self.games: dict[tuple[int, int], Game] = {}  # in progress, by the keys of their conversations
 
@@ -202,10 +211,10 @@ class TextGameEnv(EndlessEnv):
         return Starts(self, seed)
 
     def tickets(self, count: int | None = None) -> list[Ticket]:
-        """See `EnvBase.tickets`: games that are kept are begun all at once."""
+        """See `EnvBase.tickets`: the games are begun all at once, to be played by the first of their conversations."""
         self.start()
         primer = self.primer
-        if self.keeps_begun and primer is not None and primer.serves(self._rows):
+        if primer is not None and primer.serves(self._rows):
             last = primer.position + (self.numel() if count is None else count)
             self._rows.begin(range(-(-primer.position // primer.repeats), -(-last // primer.repeats)))
         return super().tickets(count)
@@ -265,7 +274,7 @@ class TextGameEnv(EndlessEnv):
             observations = [
                 m["content"] for m in conversation.messages[conversation.opening :] if m["role"] == self.user_role
             ]
-            game = Game(self.rules, self.name, task["start"], [task["observation"], *observations])
+            game = Game(self, task["start"], [task["observation"], *observations])
             self.games[conversation.key] = game
             if before and not self.replays:
                 game.error = f"{self.name}: a running game cannot be restarted: let conversations end before saving"
@@ -276,30 +285,21 @@ class TextGameEnv(EndlessEnv):
     def _answer(self, conversation: Conversation) -> None:
         """End the conversation if its game is over, else show the game's text."""
         game = self.games[conversation.key]
-        played = game.played
-        if game.error is not None or played is None:
+        if game.error is not None:
             conversation.truncated = True
-        elif played.terminated or played.truncated:
-            conversation.terminated, conversation.truncated = played.terminated, not played.terminated
+        elif game.terminated or game.truncated:
+            conversation.terminated, conversation.truncated = game.terminated, not game.terminated
         elif self._was_last(conversation):
             conversation.truncated = True
         else:
-            conversation.messages.append({"role": self.user_role, "content": played.text})
+            conversation.messages.append({"role": self.user_role, "content": game.text})
 
     def score(self, conversation: Conversation) -> Score:
         """The sum of the moves' rewards; an error if the game failed."""
         game = self.games[conversation.key]
-        if game.error is not None or game.played is None:
+        if game.error is not None:
             return Score(math.nan, valid=False, error=game.error)
-        total = game.played.total
-        solved = None if self.success_return is None else float(total >= self.success_return)
-        return Score(
-            reward=total,
-            parts={"earned": total, "invalid_actions": float(game.played.invalid)},
-            weights={"invalid_actions": 0.0},
-            accuracy_strict=solved,
-            accuracy_lenient=solved,
-        )
+        return score_of_episode(game.total, self.success_return, invalid_actions=game.invalid)
 
     # Trying out
 
@@ -337,15 +337,10 @@ class TextGameEnv(EndlessEnv):
         return [
             f"{len(played)} starts, each played twice with the same replies: both times alike",
             f"  rewards {', '.join('none' if c.reward is None else f'{c.reward:g}' for c in played)}; "
-            f"{turns[0]} to {turns[-1]} turns; {cut} cut off by {self._limit_of_trial}",
+            f"{turns[0]} to {turns[-1]} turns; {cut} cut off by env.max_turns, or after {TRIED_MOVES} moves",
             "  the first prompt:",
             *(f"    {line}" for line in played[0].query.splitlines()),
         ]
-
-    @property
-    def _limit_of_trial(self) -> str:
-        limited = self.max_steps is not None and self.max_steps <= TRIED_MOVES
-        return f"env.max_turns={self.max_steps}" if limited else f"the limit of {TRIED_MOVES} moves of this test"
 
     def tried_replies(self, task: Mapping[str, Any]) -> Sequence[str]:
         """Replies to play in `rehearse`, over and over: the moves of the game, where it names them."""
@@ -373,29 +368,26 @@ class Starts(EndlessProblems):
         """See `EndlessProblems.at`; raises DataError where the game cannot be begun."""
         start = super().at(position)["start"]
         game = self.env.waiting.get(start) or self.begin([position])[0]
-        if game.played is None or game.error is not None:
+        if game.error is not None:
             if isinstance(game.failure, ConfigError):
                 raise game.failure
             raise DataError(f"a game cannot be begun: {game.error}") from game.failure
         moves = moves_of(game.object, self.env.moves)
         moves_text = MOVES.format(moves) if moves else "A move is a text."
-        return {"game": self.env.name, "moves": moves_text, "observation": game.played.text, "start": start}
+        return {"game": self.env.name, "moves": moves_text, "observation": game.text, "start": start}
 
     def begin(self, positions: Sequence[int]) -> list[Game]:
-        """Begin the games at `positions`, all at once; those that have begun are kept, or else ended."""
+        """Begin the games at `positions`, all at once; those that have begun wait for their conversations."""
         env = self.env
         starts = dict.fromkeys(super(Starts, self).at(position)["start"] for position in positions)
-        fresh = [Game(env.rules, env.name, start) for start in starts if start not in env.waiting]
+        fresh = [Game(env, start) for start in starts if start not in env.waiting]
         for game in fresh:
             game.ask()
         if play(fresh):  # it is known only now how to begin them
             end_games(fresh)
             return self.begin(positions)
-        if env.keeps_begun:
-            env.waiting.update({game.seed: game for game in fresh if game.error is None})
-            env.end_waiting(BEGUN_AT_MOST)
-        else:
-            end_games(fresh)
+        env.waiting.update({game.seed: game for game in fresh if game.error is None})
+        env.end_waiting(BEGUN_AT_MOST)
         return fresh
 
     def identity(self, task: Task) -> str:
@@ -410,114 +402,59 @@ class Starts(EndlessProblems):
 # One game
 
 
-@dataclass
-class Rules:
-    """How text becomes moves, and a game becomes text.
-
-    `make` makes a fresh game. `show(game, observation, info)` is what the model reads; `parse(game, text)`
-    the action that its text means, or a ValueError that says to the model why it is none;
-    `earned(observation, reward)` what a step is worth. An action that is none earns `invalid_reward` and
-    leaves the game as it is; `refused(info)` is whether the game itself has refused the action of a step.
-    `reset` may take `start_seconds`, `step` `step_seconds`. `draws_from` are the process-wide generators, "random"
-    and "numpy", that games draw from; None if that is not known.
-    """
-
-    make: Callable[[], Any]
-    show: Callable[[Any, Any, Any], str]
-    parse: Callable[[Any, str], Any]
-    earned: Callable[[Any, float], float] = lambda observation, reward: float(reward)
-    invalid_reward: float = 0.0
-    start_seconds: float = 60.0
-    step_seconds: float = 10.0
-    refused: Callable[[Any], bool] = lambda info: False
-    draws_from: Sequence[str] | None = None
-
-
-@dataclass
-class Played:
-    """The state of a game: its text, the sum of its rewards, and how it ended."""
-
-    text: str
-    turns: int = 0
-    total: float = 0.0
-    invalid: int = 0
-    terminated: bool = False
-    truncated: bool = False
-
-
-class Game:
+class Game(Called):
     """A game that begins with `reset(seed=seed)` and is moved by replies.
 
     `shown` are the texts that it has shown before, as far as they are known: the first observation, and one behind each
     move. A call that does not return in time is left behind.
     """
 
-    def __init__(self, rules: Rules, name: str, seed: int, shown: Sequence[str] = ()) -> None:
-        self.rules, self.name, self.seed, self.shown = rules, name, seed, list(shown)
-        self.draws = Draws(seed)
-        self.played: Played | None = None
-        self.error: str | None = None
-        self.failure: BaseException | None = None  # that the error comes from
+    def __init__(self, env: TextGameEnv, seed: int, shown: Sequence[str] = ()) -> None:
+        super().__init__(env.name, Draws(seed))
+        self.env, self.seed, self.shown = env, seed, list(shown)
         self.object: Any = None
-        self.calls: list[tuple[str, float, Callable[[], None]]] = []  # pending: name, seconds, call
-
-    @property
-    def turns(self) -> int:
-        """Replies that have been played."""
-        return self.played.turns if self.played else 0
+        self.text = ""  # of the last observation
+        self.turns = 0  # replies that have been played
+        self.total = 0.0  # of the rewards
+        self.invalid = 0  # replies that were no action
+        self.terminated = self.truncated = False
 
     def ask(self, replies: Sequence[str] = ()) -> None:
-        """Begin the game unless it has begun, and play `replies`, when `answer` or `play` makes these calls."""
-        if self.played is None:
-            self.calls.append(("reset", self.rules.start_seconds, self._begin))
+        """Begin the game unless it has begun, and play `replies`, when `play` makes these calls."""
+        if self.object is None:
+            self.calls.append(("reset", self.env.start_seconds, self._begin))
         for reply in replies:
-            self.calls.append(("step", self.rules.step_seconds, partial(self._move, reply)))
-
-    def answer(self) -> Played:
-        """The game's state after the pending calls. Raises ToolError if one failed or is late."""
-        play([self])
-        if self.error is not None:
-            raise ToolError(self.error) from self.failure
-        assert self.played is not None
-        return self.played
-
-    def close(self) -> None:
-        """End the game, within a few seconds."""
-        end_games([self])
+            self.calls.append(("step", self.env.step_seconds, partial(self._move, reply)))
 
     # In the thread that makes the calls
 
     def _begin(self) -> None:
-        self.object = self.rules.make()
+        self.object = self.env.make()
         observation, info = self.object.reset(seed=self.seed)
-        self.played = Played(self.rules.show(self.object, observation, info))
+        self.text = self.env.show(self.object, observation, info)
         self._check_shown(f"reset(seed={self.seed}) does not always begin with the same observation")
 
     def _move(self, reply: str) -> None:
-        played = self.played
-        assert played is not None
-        if played.terminated or played.truncated:
+        if self.terminated or self.truncated:
             return
-        played.turns += 1
+        self.turns += 1
         try:
-            action = self.rules.parse(self.object, text_of_action(reply))
+            action = self.env.parse(self.object, text_of_action(reply))
         except ValueError as error:
-            played.invalid += 1
-            played.total += self.rules.invalid_reward
-            played.text = f"That is not a valid action: {error}"
-            self._check_shown("its moves were played again, and it shows another text than the model has read")
-            return
-        observation, reward, *ends, info = self.object.step(action)
-        played.total += self.rules.earned(observation, reward)
-        played.invalid += self.rules.refused(info)
-        played.terminated, played.truncated = bool(ends[0]), any(map(bool, ends[1:]))  # some have `done` alone
-        played.text = self.rules.show(self.object, observation, info)
+            self.invalid += 1
+            self.total += self.env.invalid_reward
+            self.text = f"That is not a valid action: {error}"
+        else:
+            observation, reward, *ends, info = self.object.step(action)
+            self.total += self.env.earned(observation, reward)
+            self.invalid += self.env.refused(info)
+            self.terminated, self.truncated = bool(ends[0]), any(map(bool, ends[1:]))  # some have `done` alone
+            self.text = self.env.show(self.object, observation, info)
         self._check_shown("its moves were played again, and it shows another text than the model has read")
 
     def _check_shown(self, wrong: str) -> None:
         """Raise ValueError if the game has shown another text at this turn before."""
-        assert self.played is not None
-        if self.shown[self.played.turns : self.played.turns + 1] not in ([], [self.played.text]):
+        if self.shown[self.turns : self.turns + 1] not in ([], [self.text]):
             raise ValueError(wrong)
 
 
@@ -529,13 +466,13 @@ def play(games: Sequence[Game]) -> bool:
     """
     if not games:
         return False
-    rules = games[0].rules
-    known = rules.draws_from
+    env = games[0].env
+    known = env.draws_from
     watch = Watch() if known is None else None
     make_calls([game for game in games if game.error is None], known or ())
     if watch is not None and watch.end():
-        rules.draws_from = GENERATORS
-    return rules.draws_from is not known
+        env.draws_from = GENERATORS
+    return env.draws_from is not known
 
 
 def end_games(games: Sequence[Game]) -> None:
@@ -543,4 +480,4 @@ def end_games(games: Sequence[Game]) -> None:
     ending = [game for game in games if game.error is None and hasattr(game.object, "close")]
     for game in ending:
         game.calls = [("close", CLOSE_SECONDS, game.object.close)]
-    make_calls(ending, ending[0].rules.draws_from or () if ending else ())
+    make_calls(ending, ending[0].env.draws_from or () if ending else ())

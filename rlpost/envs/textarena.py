@@ -29,8 +29,6 @@ class TextArenaEnv(TextGameEnv):
     move, without an echo of the move.
     """
 
-    keeps_begun = True
-
     def __init__(
         self,
         game: str,

@@ -1,4 +1,4 @@
-"""Memory, disk and time of a training by estimate, and whether they fit the machine.
+"""Memory and disk of a training by estimate, and whether they fit the machine.
 
 `TERMS` is the table of all memory: a name, a formula in bytes over the model's shape and the settings, where it is
 held, in which phase of a step, and with which sampler. A training that cannot fit is refused, with the settings that
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.errors import ResourceError
-from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memory, ranks_started
-from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
+from rlpost.estimate.machine import Room, chosen_policy, disk, host_memory, ranks_started
+from rlpost.estimate.shape import Shape, shape_of_model
 from rlpost.files import memory_folder
 from rlpost.settings import (
     AsyncCollectorSettings,
@@ -32,7 +32,7 @@ from rlpost.settings import (
 from rlpost.settings.commands import SampledSettings
 from rlpost.settings.env import Turns
 from rlpost.settings.policy import ModelPolicySettings
-from rlpost.text import counted, readable
+from rlpost.text import readable
 
 TrainingSettings = SampledSettings | FineTuningSettings
 
@@ -80,8 +80,6 @@ class Work:
     microbatch: int  # tokens of one forward and backward
     recomputed: bool  # activation checkpointing
     kept_models: int | None  # checkpoints without state beside the newest two; None: one is saved, at the end
-    operations: float  # floating-point operations of a step of completions as long as allowed; 0: not known
-    steps: int | None
     ranks: int  # of the trainer
     processes: int  # that have all of rlpost in memory
     is_divided: bool  # each rank holds its share of the model
@@ -122,10 +120,6 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     if settings.reference_path is not None:  # of an unknown size: taken to be as large as the model
         teacher = (shape_of_model(settings.reference_path) or shape).parameters
     live = settings.reference_hint is not None  # the trained model itself
-    # forward passes that cost as much as a step's: a backward pass is two, sampling reads each token once more
-    passes = 4 + bool(model.activation_checkpointing) + (compares and not teacher)
-    tokens = rows * env.most_turns * env.max_completion_tokens
-
     ranks = cluster.trainer_ranks or ranks_started()
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
     many = keep_last + 1  # if the number of steps follows from data that is not read yet
@@ -153,8 +147,6 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         microbatch=min(max(settings.tokens_per_microbatch or unset, row), rows * row),
         recomputed=bool(model.activation_checkpointing),
         kept_models=None if saves == 1 else min(keep_last, saves - 1) - 1 + keeps_best,
-        operations=0.0 if own is None else 2.0 * (passes * shape.parameters + teacher) * tokens,
-        steps=settings.steps,
         ranks=ranks,
         processes=ranks + elsewhere,
         is_divided=ranks > 1 and cluster.sharding is Sharding.full,
@@ -441,8 +433,6 @@ def share_beside(settings: Any) -> float:
 
 MARGIN = 1.2  # a training needs at most this times the estimate
 SPARE = 2.0  # with this times the estimate free, a run keeps freed memory between phases, which saves time
-RATES = (30e9, 150e9)  # operations a second of a CPU's core in a training, with AVX2 to with AMX
-SLOW_SECONDS = 60.0  # a step longer than this: advise a GPU or a smaller model
 WORTH_SAVING = 0.02  # share of the estimate from which a setting is advised
 
 
@@ -530,14 +520,6 @@ class Needs:
         return host is not None and SPARE * peak(self.parts, on_gpu=False) <= host.free
 
     @property
-    def step_seconds(self) -> tuple[float, float] | None:
-        """Fewest and most seconds of a step on this CPU, with completions of full length; None on a GPU and for SFT."""
-        if self.work.on_gpu or not self.work.operations:
-            return None
-        slow, fast = (self.work.operations / (rate * self.machine.cores) for rate in RATES)
-        return fast, slow
-
-    @property
     def pushed_by_disk(self) -> str | None:
         """A warning if shared memory is too small for a push of weights to another process; None if it suffices."""
         size, room = self.work.shape.parameters * self.work.sampler_number, self.machine.shared
@@ -563,9 +545,7 @@ class Needs:
         now = measure(self.parts, on_gpu=on_gpu)
         saved = [(word, now - measure(parts_of(other), on_gpu=on_gpu)) for word, other in lighter(self.work)]
         remedies = [f"{word} (saves {readable(size)})" for word, size in saved if size > WORTH_SAVING * now]
-        smaller = self._smaller()
-        remedies.append("a smaller model" + (f", as model={smaller}" if smaller else ""))
-        return ", ".join(remedies + ([] if on_gpu else ["a GPU"]))
+        return ", ".join([*remedies, "a smaller model", *([] if on_gpu else ["a GPU"])])
 
     def as_dict(self) -> dict[str, Any]:
         """The estimate in bytes, for `--dry-run --json`."""
@@ -581,10 +561,9 @@ class Needs:
             if not on_gpu or self.work.on_gpu
         }
         disk = {"estimated": disk_of(self.work), "free": self.machine.disk.free if self.machine.disk else None}
-        seconds = None if self.step_seconds is None else list(self.step_seconds)
         impossible = self.impossible()
         fits = "no" if impossible else "maybe" if self.may_not_fit else "yes"
-        return {"memory": memory, "disk": disk, "step_seconds": seconds, "fits": fits, "reason": impossible}
+        return {"memory": memory, "disk": disk, "fits": fits, "reason": impossible}
 
     def memory_text(self, *, on_gpu: bool) -> str:
         """The memory that the largest phase of a step takes, by its parts."""
@@ -596,29 +575,6 @@ class Needs:
         parts = ", ".join(f"{part.name} {_figure(part.bytes)}" for part in here if part.bytes > 0.01 * size)
         return f"about {readable(size)} to {readable(MARGIN * size)}{free}{where}, by estimate (in GB): {parts}"
 
-    def time_text(self, fast: float, slow: float) -> str:
-        """The time of a step and of all of them, between `fast` and `slow` seconds a step."""
-        steps = self.work.steps
-        whole = f", {_span(steps * fast, steps * slow)} for {counted(steps, 'step')}" if steps else ""
-        advice = "; a GPU or a smaller model is faster" if fast > SLOW_SECONDS else ""
-        where = counted(self.machine.cores, "core")
-        return f"about {_span(fast, slow)} a step at full length on {where}{whole}{advice}"
-
-    def _smaller(self) -> str | None:
-        """The largest model among rlpost's options that fits without other changes."""
-        room = self.machine.gpu if self.work.on_gpu else self.machine.host
-        if room is None:
-            return None
-        shapes = [(known.option, shape_of_config(known.config)) for known in HUB_MODELS.values()]
-        fitting = [
-            (shape.parameters, option)
-            for option, shape in shapes
-            if shape is not None
-            and shape.parameters < self.work.shape.parameters
-            and MARGIN * peak(parts_of(replace(self.work, shape=shape)), on_gpu=self.work.on_gpu) < room.free
-        ]
-        return max(fitting)[1] if fitting else None
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -628,19 +584,11 @@ class Machine:
     gpu: Room | None
     disk: Room | None
     shared: Room | None = None  # the file system in memory through which processes exchange weights
-    cores: int = 1
 
     @classmethod
     def here(cls, folder: Path, gpu: Room | None) -> Machine:
         """This machine, for a run in `folder`; `gpu` is the room of its GPU."""
-        return cls(host_memory(), gpu, disk(folder), disk(memory_folder()), cores())
-
-
-def _span(fast: float, slow: float) -> str:
-    """A range of time in the unit of its shorter end: `20 to 80 s`, `3 to 12 min`, `5 to 20 h`."""
-    unit, name = next(pair for pair in ((3600, "h"), (60, "min"), (1, "s")) if fast >= 1.5 * pair[0] or pair[0] == 1)
-    sizes = (f"{size:.0f}" if size >= 10 else f"{size:.2g}" for size in (fast / unit, slow / unit))
-    return f"{' to '.join(sizes)} {name}"
+        return cls(host_memory(), gpu, disk(folder), disk(memory_folder()))
 
 
 def _figure(size: float) -> str:

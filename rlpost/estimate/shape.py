@@ -32,7 +32,7 @@ from rlpost.config.paths import (
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, json_in
 from rlpost.settings import EnvSettings, ModelSettings
-from rlpost.text import did_you_mean, nearest, readable
+from rlpost.text import readable
 
 NAMES = {  # size -> its keys in the configurations of different families
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -161,16 +161,6 @@ def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def check_targets(targets: Iterable[str], path: str, revision: str | None = None) -> None:
-    """Raise ConfigError if the files of the model at `path` are here, and none of their layers is one of `targets`."""
-    folder = folder_here(path, revision)
-    kinds = sorted(_linear_layers(tensors_of(folder))) if folder is not None else []
-    for target in targets if kinds else ():
-        if (kind := target.rpartition(".")[2]) not in kinds:
-            hint = did_you_mean(nearest(kind, kinds), f"there are {', '.join(kinds)}")
-            raise ConfigError(f"lora.target_modules names {target}, which is not a linear layer of the model{hint}")
-
-
 def _linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     widths: Counter[str] = Counter()
     for name, shape in tensors.items():
@@ -211,9 +201,8 @@ def check_served(path: str, revision: str | None) -> None:
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of the hub: its option in conf/model, the part of its config.json with its size, and its bytes."""
+    """A model of the hub: the part of its config.json with its size, and its bytes."""
 
-    option: str
     config: dict[str, Any]
     download_bytes: int
 
@@ -237,12 +226,12 @@ SMOLLM2 = _config(576, 30, 9, 3, 1536, 49152)
 QWEN3 = _config(1024, 28, 16, 8, 3072, 151936, model_type="qwen3", head_dim=128)
 # each option of conf/ that names a hub id has a line here or in HUB_DATASETS; bytes are those of all files downloaded
 HUB_MODELS = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": HubModel("smollm2", SMOLLM2, 272_000_000),
-    "Qwen/Qwen2.5-0.5B-Instruct": HubModel("qwen", _qwen2(896, 24, 14, 2, 4864, 151936), 1_000_000_000),
-    "Qwen/Qwen2.5-1.5B-Instruct": HubModel("qwen-1.5b", _qwen2(1536, 28, 12, 2, 8960, 151936), 3_099_000_000),
-    "Qwen/Qwen2.5-3B-Instruct": HubModel("qwen-3b", _qwen2(2048, 36, 16, 2, 11008, 151936), 6_183_000_000),
-    "Qwen/Qwen2.5-7B-Instruct": HubModel("qwen-7b", _qwen2(3584, 28, 28, 4, 18944, 152064, tied=False), 15_243_000_000),
-    "Qwen/Qwen3-0.6B": HubModel("qwen3", QWEN3, 1_519_000_000),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": HubModel(SMOLLM2, 272_000_000),
+    "Qwen/Qwen2.5-0.5B-Instruct": HubModel(_qwen2(896, 24, 14, 2, 4864, 151936), 1_000_000_000),
+    "Qwen/Qwen2.5-1.5B-Instruct": HubModel(_qwen2(1536, 28, 12, 2, 8960, 151936), 3_099_000_000),
+    "Qwen/Qwen2.5-3B-Instruct": HubModel(_qwen2(2048, 36, 16, 2, 11008, 151936), 6_183_000_000),
+    "Qwen/Qwen2.5-7B-Instruct": HubModel(_qwen2(3584, 28, 28, 4, 18944, 152064, tied=False), 15_243_000_000),
+    "Qwen/Qwen3-0.6B": HubModel(QWEN3, 1_519_000_000),
 }
 PACKAGED_CONFIGS = {
     "packaged:smollm2": SMOLLM2,

@@ -18,7 +18,6 @@ from rlpost.evaluation.statistics import (
     POWER,
     Difference,
     difference,
-    most_differing,
     shown,
     signed,
 )
@@ -154,11 +153,6 @@ def verdict(found: Difference, measure: str) -> str:
     """The verdict in words: B is better, B is worse, or no difference found, with the size that would be found."""
     if found.is_significant:
         return "B is better" if (found.value > 0) is (measure not in LOWER_IS_BETTER) else "B is worse"
-    if found.prompts < 2:
-        return "no difference found: one prompt says nothing of others"
-    if not found.differing:
-        most = most_differing(found.prompts)
-        return f"no difference found: equal on every prompt, so at most {most:.1%} of all may differ"
     unit = "row" if measure in LOWER_IS_BETTER else "prompt"
     if found.differing < FEWEST_DIFFERING or found.detectable is None:  # or all differ alike
         differ = f"{found.differing} of {counted(found.prompts, unit)} differ{'s' if found.differing == 1 else ''}"

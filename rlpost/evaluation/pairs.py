@@ -36,22 +36,22 @@ class Found:
 
     pairs: int = 0
     prompts: int = 0  # groups of completions
-    used: int = 0  # prompts with a pair
+    prompts_with_pairs: int = 0
     completions: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)  # completions, by why
-    without: Counter[str] = field(default_factory=Counter)  # prompts, by why
+    completions_left_out: Counter[str] = field(default_factory=Counter)  # by why
+    prompts_without_pairs: Counter[str] = field(default_factory=Counter)  # by why
     apart: float = 0.0  # largest difference of two rewards of a prompt
 
     def lines(self) -> list[str]:
         """The counts, for people."""
         lines = [
-            f"{counted(self.pairs, 'pair')} of {counted(self.used, 'prompt')}, from "
+            f"{counted(self.pairs, 'pair')} of {counted(self.prompts_with_pairs, 'prompt')}, from "
             f"{counted(self.completions, 'completion')} of {counted(self.prompts, 'prompt')}"
         ]
-        if self.left_out:
-            lines.append("completions left out: " + _listed(self.left_out))
-        if self.without:
-            lines.append("prompts without a pair: " + _listed(self.without))
+        if self.completions_left_out:
+            lines.append("completions left out: " + _listed(self.completions_left_out))
+        if self.prompts_without_pairs:
+            lines.append("prompts without a pair: " + _listed(self.prompts_without_pairs))
         return lines
 
     def refusal(self, *, judged: bool) -> str:
@@ -64,14 +64,7 @@ class Found:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {
-            "pairs": self.pairs,
-            "prompts_with_pairs": self.used,
-            "prompts": self.prompts,
-            "completions": self.completions,
-            "completions_left_out": dict(self.left_out),
-            "prompts_without_pairs": dict(self.without),
-        }
+        return {name: value for name, value in vars(self).items() if name != "apart"}
 
 
 def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: float | None, most: int) -> Found:
@@ -88,7 +81,7 @@ def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: f
             found.prompts += 1
             found.completions += len(group)
             judged = judged or any(each["accuracy_lenient"] is not None for each in group)
-            usable = _usable(group, found.left_out)
+            usable = _usable(group, found.completions_left_out)
             pairs, why = _best_and_worst(usable, margin) if margin is not None else _right_and_wrong(usable)
             prompt = group[0]["prompt"]
             rewards = [each["reward"] for each in usable]
@@ -98,9 +91,9 @@ def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: f
             for chosen, rejected in kept:
                 stream.write(json.dumps(_row(chosen, rejected), ensure_ascii=False) + "\n")
             found.pairs += len(kept)
-            found.used += bool(kept)
+            found.prompts_with_pairs += bool(kept)
             if not kept:
-                found.without[ENOUGH if pairs else why] += 1
+                found.prompts_without_pairs[ENOUGH if pairs else why] += 1
         stream.flush()
         if not found.pairs:
             raise DataError(found.refusal(judged=judged))

@@ -18,7 +18,7 @@ from rlpost.settings import EnvSettings
 from rlpost.text import counted
 
 if TYPE_CHECKING:
-    from rlpost.data.demonstrations import Demonstration
+    pass
 
 
 def rates_of(played: Sequence[Conversation]) -> list[dict[str, Any]]:
@@ -36,6 +36,14 @@ def rates_of(played: Sequence[Conversation]) -> list[dict[str, Any]]:
             rate = {"prompt": prompt_digest(prompt_of(first.messages)), "where": first.where, "pass_rate": fmean(marks)}
             rates.append(rate | {"samples": len(marks)})
     return rates
+
+
+def summary_of(rates: Sequence[Mapping[str, Any]]) -> str:
+    """How many of the prompts were never, sometimes and always answered right."""
+    shares = [each["pass_rate"] for each in rates]
+    never, always = shares.count(0), shares.count(1)
+    between = len(shares) - never - always
+    return f"{counted(len(shares), 'prompt')}: {never:,} never right, {between:,} sometimes, {always:,} always"
 
 
 def write_rates(file: Path, rates: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> None:
@@ -65,38 +73,15 @@ def choose_by_pass_rate(env: DatasetChatEnv, settings: EnvSettings) -> str | Non
     """
     reports = []
     for part in env.parts:
-        wanted = wanted_rates(part.source_settings or settings)
-        if wanted is not None:
+        names = ("pass_rates", "min_pass_rate", "max_pass_rate")
+        path, low, high = (getattr(part.source_settings or settings, name, None) for name in names)
+        if path is not None and low is not None and high is not None:
             prompts = ((part.where(n), part.opening_messages(row)) for n, row in enumerate(part.rows))
-            out, report = _left_out(prompts, *wanted)
+            out, report = _left_out(prompts, path, low, high)
             reports.append(report)
             if out:
                 part.drop_rows(out, report)
     return "; ".join(reports) or None
-
-
-def choose_demonstrations(env: DatasetChatEnv, settings: EnvSettings) -> tuple[Iterable[Demonstration], str | None]:
-    """The demonstrations of `env` that the pass rates keep, and a line to report; malformed ones stay, to be counted.
-
-    Raises DataError for prompts that were not measured, for plain text, and for rates of one source of a mix.
-    """
-    wanted = wanted_rates(settings)
-    if wanted is None:
-        return env.demonstrations(), None
-    every = list(env.demonstrations())
-    whole = [each for each in every if not each.wrong]
-    if text := next((each for each in whole if each.messages is None), None):
-        raise DataError(f"env.pass_rates chooses by prompts, and {text.where} is plain text: leave it out")
-    out, report = _left_out(((each.where, prompt_of(each.messages or [])) for each in whole), *wanted)
-    gone = {id(whole[number]) for number in out}
-    return [each for each in every if id(each) not in gone], report
-
-
-def wanted_rates(settings: EnvSettings) -> tuple[str, float, float] | None:
-    """The file of pass rates that `settings` name, with the least and the highest; None if they name none."""
-    names = ("pass_rates", "min_pass_rate", "max_pass_rate")
-    path, low, high = (getattr(settings, name, None) for name in names)
-    return None if path is None or low is None or high is None else (path, low, high)
 
 
 def _left_out(

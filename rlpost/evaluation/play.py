@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, product
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -130,22 +130,11 @@ def halves(played: Sequence[Conversation]) -> tuple[list[Conversation], list[Con
     return first, second
 
 
-class Result(Protocol):
-    """The measures of an evaluation, as text and as plain values."""
-
-    @property
-    def num_prompts(self) -> int: ...
-
-    def lines(self) -> list[str]: ...
-
-    def as_dict(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """An evaluation's result, and its conversations, or the rows of the demonstrations whose loss it measured."""
 
-    result: Result
+    result: Any  # an `EvalResult`, or the measures of demonstrations
     played: list[Conversation]
     precision: dict[str, str] | None = None  # the precisions that it was computed in, if a command chose them
     demonstrated: list[dict[str, Any]] = field(default_factory=list)

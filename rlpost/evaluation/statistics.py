@@ -51,20 +51,9 @@ class Share:
         return f"{self.value:.1%} [{self.low:.1%}, {self.high:.1%}]"
 
 
-def few_prompts(prompts: int) -> str:
-    """The warning about a figure of so few held-out prompts; empty for enough of them."""
-    if prompts >= FEWEST_PROMPTS:
-        return ""
-    half = Share.of([1.0] * (prompts // 2) + [0.0] * (prompts - prompts // 2))
-    return (
-        f"held-out figures will rest on {counted(prompts, 'prompt')}, which is few: where half are right, the 95% "
-        f"interval goes from {half.low:.0%} to {half.high:.0%}"
-    )
-
-
-def few_rows(rows: int) -> str:
-    """The warning about a held-out loss of so few rows; empty for enough of them."""
-    return f"the held-out loss will rest on {counted(rows, 'row')}, which is few" if rows < FEWEST_PROMPTS else ""
+def few(count: int, unit: str) -> str:
+    """The warning about figures of so few held-out prompts, or rows; empty for enough of them."""
+    return f"held-out figures will rest on {counted(count, unit)}, which is few" if count < FEWEST_PROMPTS else ""
 
 
 def share_interval(values: Array, samples: int) -> tuple[Array, Array, Array]:
@@ -308,8 +297,3 @@ def signed(value: float, low: float | None, high: float | None, *, is_share: boo
     """A difference with its 95% interval, if it has one."""
     size, *ends = (shown(each, is_share=is_share, sign="+") for each in (value, low, high) if each is not None)
     return f"{size} [{', '.join(ends)}]" if ends else size
-
-
-def most_differing(prompts: int) -> float:
-    """Largest share of prompts that may differ, at 95% confidence, if none of the sample does."""
-    return 1 - (1 - CONFIDENCE) ** (1 / prompts)

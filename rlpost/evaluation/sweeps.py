@@ -35,7 +35,7 @@ from rlpost.record import (
     main_figures,
     trained_loss,
 )
-from rlpost.runs.reader import read_run
+from rlpost.runs.reader import RunRecord, read_run
 from rlpost.text import counted, one_line
 
 SEED = "seed"
@@ -149,7 +149,7 @@ def read_sweep(folder: Path) -> SweepResult:
     ended = [job for job in jobs if job["exit_code"] == 0 and job["result"]]
     trains = any("metrics" in job["result"] for job in ended)
     after = {job["name"]: _held_out(job["result"], "after") for job in ended}
-    late = {job["name"]: _late(folder / job["name"]) for job in ended} if trains else {}
+    late = {job["name"]: late_figure(read_run(folder / job["name"])) for job in ended} if trains else {}
     learned = next((what for what, _ in late.values()), "")
     main = next((figure for figure in main_figures([*after.values()]) if figure), None)
     if main is not None or any(LOSS in row for row in after.values()):
@@ -195,9 +195,8 @@ def figure_of(result: Mapping[str, Any]) -> str:
     return f"reward {reward:.3f}" if reward is not None else "" if loss is None else f"loss {loss:.3f}"
 
 
-def _late(run: Path) -> tuple[str, float | None]:
+def late_figure(record: RunRecord) -> tuple[str, float | None]:
     """`reward` or `loss`, which the training reports at each step, and its mean in the last quarter of the steps."""
-    record = read_run(run)
     reward, loss = record.late_reward, record.late_loss
     return ("loss", loss) if reward is None and loss is not None else ("reward", reward)
 

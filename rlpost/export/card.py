@@ -20,7 +20,7 @@ from rlpost.config.packaged import PACKAGED
 from rlpost.errors import ConfigError, DataError
 from rlpost.export.gguf import licence_of
 from rlpost.record import OF_ROWS, main_figures
-from rlpost.runs.reader import RunRecord, read_run
+from rlpost.runs.reader import RunRecord, read_run, run_of_model, step_of
 from rlpost.text import first_line, inline, printable, without_passwords
 
 TOKENIZER = "tokenizer"  # folder of a tokenizer that AutoTokenizer would build anew beside the config.json of its model
@@ -65,7 +65,7 @@ def base_of(run: Path) -> Base:
     """The base model of a run, with its licence where this machine has its card."""
     via: list[str] = []
     path = _model_path(run)
-    while len(via) < LONGEST_CHAIN and (earlier := paths.run_of_model(path)) is not None:
+    while len(via) < LONGEST_CHAIN and (earlier := run_of_model(path)) is not None:
         via.append(earlier.resolve().name)
         path = _model_path(earlier)
     if (packaged := PACKAGED.get(path)) is not None:
@@ -149,7 +149,7 @@ def _summary(made: Made, verb: str) -> str:
         "gguf": f"The whole model as a GGUF file in {made.dtype}, as llama.cpp and Ollama load it.",
     }[made.to]
     algorithm = ALGORITHMS.get(verb, inline(verb.removeprefix("train ")))
-    step = paths.step_of(made.checkpoint)
+    step = step_of(made.checkpoint)
     return f"{what} Trained with {algorithm} by rlpost {__version__}: step {step} of the run {inline(_name(made))}."
 
 
@@ -165,14 +165,14 @@ def _facts(made: Made, record: RunRecord, verb: str) -> list[tuple[str, str]]:
     rows += [
         ("data", inline(record.data)),
         ("algorithm", ALGORITHMS.get(verb, inline(verb))),
-        ("step", f"{paths.step_of(made.checkpoint)} of {record.total_steps or 'an unknown number'}"),
+        ("step", f"{step_of(made.checkpoint)} of {record.total_steps or 'an unknown number'}"),
     ]
     return [*rows, *((fact.name, inline(fact.text)) for fact in record.facts if fact.name not in NOT_IN_CARD)]
 
 
 def _figures(record: RunRecord, checkpoint: Path) -> str:
     """Figures before training, and of the last evaluation that the checkpoint has seen."""
-    step = paths.step_of(checkpoint)
+    step = step_of(checkpoint)
     rows = [record.evaluation(before=True) or {}, record.evaluation(before=False, until=step) or {}]
     if not any(rows):
         return "Not measured."
@@ -223,8 +223,6 @@ def _usage(folder: Path, made: Made) -> str:
         ]
     elif made.to == "gguf":
         file = next(folder.glob("*.gguf")).name
-        from_file = f", gguf_file={file!r}"
-        code = python(imports=_TRANSFORMERS, options=from_file, tokenizer=f'"MODEL"{from_file}')
         make = f"echo {shlex.quote(f'FROM ./{file}')} > Modelfile\nollama create trained -f Modelfile"
         ways = [
             (
@@ -233,7 +231,6 @@ def _usage(folder: Path, made: Made) -> str:
                 f"llama-cli -m {shlex.quote(file)} -cnv",
             ),
             ("With Ollama", "sh", f"{make}\nollama run trained"),
-            (f"With transformers {model}, which unpacks the weights", "python", code),
         ]
     else:
         place = f"MODEL/{TOKENIZER}" if (folder / TOKENIZER).is_dir() else "MODEL"

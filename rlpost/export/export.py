@@ -29,7 +29,7 @@ from rlpost.export.gguf import STORED, check_covered, read_back, write_gguf
 from rlpost.files import bytes_of, give_mode_of, json_in
 from rlpost.imports import require_peft
 from rlpost.model.load import ends_of, load_model, save_model
-from rlpost.model.locate import locate_model
+from rlpost.model.locate import locate_model, verify_model
 from rlpost.model.lora import adapted_with
 from rlpost.model.tokenizer import load_tokenizer, save_tokenizer, tokenizer_facts
 from rlpost.policies.base import Request
@@ -94,6 +94,28 @@ class Readings:
     top: list[torch.Tensor]
 
 
+def export_in_turn(
+    run: Path,
+    checkpoint: Path,
+    to: str,
+    targets: Sequence[tuple[str | None, Path]],
+    doing: Callable[[str], None],
+    note: Callable[[str], None],
+) -> tuple[dict[str, Any], Path]:
+    """`export` in the first of `targets`, dtypes with their folders, that agrees with the checkpoint; and its folder.
+
+    Raises DisagreementError if none does.
+    """
+    for number, (dtype, target) in enumerate(targets, start=1):
+        try:
+            return export(run, checkpoint, to, dtype, target, doing), target
+        except DisagreementError as error:
+            if number == len(targets):
+                raise
+            note(f"{error}; trying {targets[number][0]}")
+    raise AssertionError("no target")
+
+
 def export(
     run: Path,
     checkpoint: Path,
@@ -110,7 +132,7 @@ def export(
     with the checkpoint.
     """
     source = checkpoint / "model"
-    paths.verify_model(source)
+    verify_model(source)
     if to == "adapter":
         require_peft("--to adapter")
     elif to == "gguf":

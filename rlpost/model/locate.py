@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from rlpost.config import paths
 from rlpost.config.packaged import PACKAGED, Packaged
-from rlpost.config.paths import made_once
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
-from rlpost.files import remembered
+from rlpost.files import MANIFEST, check_listed, made_once, read_manifest, remembered, sha256
 from rlpost.model.load import save_model
 from rlpost.model.tokenizer import adapters_tokenizer, open_tokenizer, tokenizer_files
 from rlpost.text import first_line
@@ -48,7 +48,7 @@ def locate_model(path: str, revision: str | None = None, key: str = "model.path"
         folder = _made(paths.name_of_gguf(Path(path)), partial(convert_gguf, Path(path).resolve()))
     else:
         folder = Path(path) if Path(path).exists() else _fetch(path, revision, key)
-    paths.verify_model(folder)
+    verify_model(folder)
     if paths.is_adapter_folder(folder):
         paths.check_weights_file(folder / paths.ADAPTER_WEIGHTS)
         _check_finite(folder / paths.ADAPTER_WEIGHTS)
@@ -91,11 +91,30 @@ def locate_tokenizer(
     return own or locate_config(path, revision, key)
 
 
+def verify_model(folder: Path) -> None:
+    """Raise CheckpointError if `folder` is a checkpoint's model or adapter, and not as it was written.
+
+    Files beside it, such as the optimizer's state, are not checked: a model is loaded without them.
+    """
+    parts = ("model", "adapter")
+    whole = folder.resolve()
+    checkpoint = whole.parent
+    advice = "give another one as the model"
+    if whole.name not in parts or not (checkpoint / MANIFEST).is_file():
+        if whole.name in parts and checkpoint.name.startswith("step-") and checkpoint.parent.name == "checkpoints":
+            raise CheckpointError(f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}; {advice}")
+        return
+    expected = read_manifest(checkpoint, advice)
+    written = [file for file in expected if whole in file.parents]
+    for file in dict.fromkeys([*written, *whole.glob("*.safetensors"), *whole.glob("*.json")]):
+        check_listed(file, expected.get(file), advice)
+
+
 def _convert_packaged(packaged: Packaged, folder: Path) -> None:
     from rlpost.model.conversion import convert_gguf
 
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        convert_gguf(packaged.gguf(Path(scratch)), folder)
+        convert_gguf(joined(packaged, Path(scratch)), folder)
 
 
 def _check_finite(file: Path) -> None:
@@ -158,9 +177,29 @@ def locate_merged(base: Path, adapter: Path) -> Path:
     return _made(f"merged-{content.hexdigest()[:16]}", make)
 
 
+def joined(packaged: Packaged, scratch: Path) -> Path:
+    """The whole GGUF file of a packaged model; parts are joined in the folder `scratch`.
+
+    Raises DataError for a file that is not the expected one.
+    """
+    whole, *others = packaged.parts()
+    if others:
+        first, whole = whole, scratch / "whole.gguf"
+        with whole.open("wb") as target:
+            for part in (first, *others):
+                with part.open("rb") as source:
+                    shutil.copyfileobj(source, target)
+    if packaged.sha256 and (found := sha256(whole)) != packaged.sha256:
+        raise DataError(
+            f"the files of {', '.join(packaged.packages)} are damaged (SHA-256 {found[:8]}, not "
+            f"{packaged.sha256[:8]}): pip install --force-reinstall {packaged.pip}"
+        )
+    return whole
+
+
 def _made(name: str, make: Callable[[Path], None]) -> Path:
     """The cached model folder `name`, filled by `make` the first time."""
-    return made_once("models", name, "config.json", make)
+    return made_once(paths.cache_folder() / "models" / name, "config.json", make)
 
 
 def _fetch(hub_id: str, revision: str | None, key: str, *, with_weights: bool = True) -> Path:

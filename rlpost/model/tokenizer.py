@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -22,12 +21,11 @@ from typing import Any
 
 from rlpost.config import paths
 from rlpost.config.packaged import PACKAGED
-from rlpost.config.paths import made_once
 from rlpost.data.chat import end_of_turn
 from rlpost.data.template_choice import VARIABLES_KEY, with_choice
 from rlpost.errors import ConfigError
 from rlpost.estimate.shape import folder_here
-from rlpost.files import digest_of, remembered
+from rlpost.files import digest_of, made_once, remembered
 from rlpost.imports import installed_version
 from rlpost.settings import ModelSettings
 from rlpost.settings.model import template_variables
@@ -127,7 +125,11 @@ def engine_folder(folder: Path) -> Path:
     if not tokenizer_facts(folder).rebuilt:
         return folder
     name = digest_of(tokenizer_files(folder))
-    return made_once("tokenizers", name, _CONFIG, lambda making: save_tokenizer(open_tokenizer(folder), making))
+    return made_once(
+        paths.cache_folder() / "tokenizers" / name,
+        _CONFIG,
+        lambda making: save_tokenizer(open_tokenizer(folder), making),
+    )
 
 
 # Before anything is loaded
@@ -180,30 +182,12 @@ def tokenizer_from_file(settings: ModelSettings) -> Any | None:
     None where that would be another one than `load_tokenizer` opens, or is not on this machine. Raises ConfigError for
     one without a chat template.
     """
-    if (folder := _plain_folder(settings)) is None:
+    facts, folder = facts_of_model(settings), _folder_of(settings)
+    if facts is None or folder is None or not facts.plain:
         return None
     from transformers import PreTrainedTokenizerFast
 
     return _with_template(PreTrainedTokenizerFast.from_pretrained(folder), folder, settings)
-
-
-def tokens_of(texts: Iterable[str], settings: ModelSettings) -> int | None:
-    """How many tokens `texts` have in all, no chat template around them; None where `tokenizer_from_file` gives None.
-
-    Loads the `tokenizers` library alone.
-    """
-    if (folder := _plain_folder(settings)) is None:
-        return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / _FILE))
-    return sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
-
-
-def _plain_folder(settings: ModelSettings) -> Path | None:
-    """The folder of a tokenizer on this machine whose tokenizer.json alone gives the same."""
-    facts = facts_of_model(settings)
-    return _folder_of(settings) if facts is not None and facts.plain else None
 
 
 def _folder_of(settings: ModelSettings, adapter: str | None = None) -> Path | None:

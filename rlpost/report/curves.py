@@ -1,103 +1,38 @@
-"""The curves of a report: their names in words, the ones left out because they say nothing, and where the time went."""
+"""The curves of a report: their points, the ones left out because they say nothing, and where the time went."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from rlpost.errors import ConfigError, DataError
+from rlpost.files import replaced
+from rlpost.imports import require
 from rlpost.record import (
-    ACCURACY,
     BEGAN,
     FAILED,
     FINISHED,
-    LOSS,
-    MARGIN,
-    PAIR_ACCURACY,
-    REWARD,
+    METRICS,
     STOPPED,
-    STRICT,
+    Metric,
     number,
 )
 from rlpost.runs.reader import RunRecord, RunState
+from rlpost.text import printable
 
 Row = Mapping[str, Any]
 Points = list[list[float]]  # [step, value], or [step, value, low, high] with the ends of a 95% interval
 NOISE = 1e-9  # share of a curve's largest value below which a value is rounding noise
 ZERO = 1e-12  # below it a whole curve is
 LEAST_SECONDS = 1e-3  # of a phase that is listed
-SHARE = "%"
-WORDS = {  # key of metrics.jsonl -> its name and unit, in the order of the page
-    "reward/mean": ("reward of the step's completions", ""),
-    "accuracy/lenient": ("accuracy of the step's completions", SHARE),
-    "accuracy/strict": ("strict accuracy of the step's completions", SHARE),
-    "loss/sft": ("training loss per token", ""),
-    "loss/dpo": ("training loss per pair", ""),
-    "loss/distill": ("distillation loss per token", ""),
-    ACCURACY: ("held-out accuracy", SHARE),
-    STRICT: ("held-out strict accuracy", SHARE),
-    REWARD: ("held-out reward", ""),
-    LOSS: ("held-out loss", ""),
-    PAIR_ACCURACY: ("held-out pairs whose chosen reply is preferred", SHARE),
-    MARGIN: ("held-out reward margin", ""),
-    "pair_accuracy": ("pairs whose chosen reply is preferred", SHARE),
-    "reward_margin": ("reward margin, chosen minus rejected", ""),
-    "rewards/chosen": ("implicit reward of chosen replies", ""),
-    "rewards/rejected": ("implicit reward of rejected replies", ""),
-    "reward/std": ("standard deviation of the rewards", ""),
-    "reward/failed": ("completions whose reward failed", ""),
-    "reward/mean_drawn": ("reward of all completions drawn", ""),
-    "reward/kl_penalty": ("KL penalty in the reward", ""),
-    "groups/zero_std": ("groups with equal rewards, which teach nothing", SHARE),
-    "selected/share": ("completions good enough to train on", SHARE),
-    "selected/reward_mean": ("reward of the selected completions", ""),
-    "completion/tokens_mean": ("tokens of a completion", ""),
-    "completion/truncated": ("completions truncated at the limit", SHARE),
-    "eval/tokens_mean": ("tokens of a held-out completion", ""),
-    "eval/truncated": ("held-out completions truncated at the limit", SHARE),
-    "eval/failed": ("held-out completions whose reward failed", ""),
-    "turns/mean": ("turns of a conversation", ""),
-    "turns/ran_out": ("conversations that ran out of turns", SHARE),
-    "tools/calls_mean": ("tool calls of a completion", ""),
-    "tools/errors_mean": ("failed tool calls of a completion", ""),
-    "loss/policy": ("policy loss", ""),
-    "loss/kl": ("KL term of the loss", ""),
-    "loss/entropy": ("entropy term of the loss", ""),
-    "entropy": ("entropy of the policy, nats a token", ""),
-    "kl/ref": ("distance from the reference model, nats a token", ""),
-    "kl/teacher": ("distance from the teacher, nats a token", ""),
-    "kl/sampler": ("distance of sampler and trainer (KL), nats a token", ""),
-    "sampler/logprob_gap": ("difference of sampler and trainer in log-prob, nats a token", ""),
-    "sampler/ess": ("effective sample against the sampler", SHARE),
-    "sampler/cut": ("tokens whose sampler weight is bounded", SHARE),
-    "ess": ("effective sample of the update", SHARE),
-    "ratio/clip_fraction": ("tokens whose policy ratio the loss clips", SHARE),
-    "ratio/clip_low": ("tokens clipped at the lower bound", SHARE),
-    "ratio/clip_high": ("tokens clipped at the upper bound", SHARE),
-    "grad_norm": ("norm of the gradient, before clipping", ""),
-    "lr": ("learning rate", ""),
-    "epoch": ("passes over the rows", ""),
-    "policy/version": ("weight updates when the completions were sampled", ""),
-    "policy/lag_mean": ("weight updates between sampling and training", ""),
-    "policy/lag_max": ("most weight updates between sampling and training", ""),
-    "groups/drawn": ("groups sampled", ""),
-    "groups/dropped": ("groups left out", ""),
-    "groups/evicted": ("groups evicted, since the run began", ""),
-    "buffer/dropped_by_age": ("groups dropped by age, since the run began", ""),
-    "tokens/generated": ("tokens generated", ""),
-    "tokens/read": ("tokens read", ""),
-    "tokens/trained": ("tokens trained on", ""),
-    "memory/peak_gb": ("peak memory", "GB"),
-    "memory/host_gb": ("peak memory of the machine", "GB"),
-    "time/step": ("time of a step", "s"),
-    "time/rollout": ("sampling completions", "s"),
-    "time/reward": ("rewards", "s"),
-    "time/wait": ("waiting for completions", "s"),
-    "time/train": ("training", "s"),
-    "time/sync": ("weights to the sampler", "s"),
-    "time/idle": ("samplers waiting for training", "s"),
-}
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
+DASHES = ("-", "--", "-.", ":")
 ONCE = ("time/load", "time/eval")  # not of every step: the table of the time has them
 NOT_DRAWN = ("step", "eval/prompts", "eval/rows", "eval/tokens", *ONCE)
 OF_FIGURE = ("_low", "_high", "_prompts")  # ends of the keys that belong to a figure of an evaluation
@@ -113,11 +48,11 @@ def curves_of(runs: Sequence[RunRecord], story: Sequence[str]) -> tuple[list[dic
     """
     points = [points_of(run.metrics) for run in runs]
     known = list(dict.fromkeys(key for each in points for key in each))
-    order = [*story, *WORDS, *sorted(key for key in known if key not in WORDS)]
+    order = [*story, *METRICS, *sorted(key for key in known if key not in METRICS)]
     shown: list[dict[str, Any]] = []
     left_out: list[str] = []
     for key in dict.fromkeys(key for key in order if key in known):
-        title, unit = words_of_metric(key)
+        title, unit, _ = words_of_metric(key)
         lines = [each.get(key, []) for each in points]
         is_flat = len({point[1] for line in lines for point in line}) < 2
         if key not in story and (is_flat or any(curve["lines"] == lines for curve in shown)):
@@ -141,14 +76,20 @@ def points_of(metrics: Sequence[Row]) -> dict[str, Points]:
     return {key: _without_noise(points) for key, points in curves.items()}
 
 
-def words_of_metric(key: str) -> tuple[str, str]:
-    """The title of a metric and its unit; a reward part has its own name, and any other key stands for itself."""
-    if key in WORDS:
-        return WORDS[key]
+def words_of_metric(key: str) -> Metric:
+    """The words for a metric; a reward part has its own name, and any other key stands for itself."""
+    if key in METRICS:
+        return METRICS[key]
     if key.startswith(("reward/", "eval/reward/")):
         held_out = "held-out " if key.startswith("eval/") else ""
-        return f"{held_out}reward part {key.rpartition('/')[2]}", ""
-    return key, "s" if key.startswith("time/") else ""
+        return Metric(f"{held_out}reward part {key.rpartition('/')[2]}")
+    return Metric(key, "s" if key.startswith("time/") else "")
+
+
+def title_of(key: str) -> tuple[str, float]:
+    """The title of a metric with its unit, and the size of the unit."""
+    name, unit = words_of_metric(key)[:2]
+    return f"{name} ({unit})" if unit else name, 100.0 if unit == "%" else 1.0
 
 
 def story_keys(runs: Sequence[RunRecord], held_out: Iterable[str]) -> list[str]:
@@ -177,7 +118,7 @@ def time_of(run: RunRecord, log: str) -> list[tuple[str, float]]:
 
     While sampling goes on beside the training, the phases of the steps are the training's own.
     """
-    parts = [(WORDS[f"time/{name}"][0], seconds) for name, seconds in run.phases().items()]
+    parts = [(METRICS[f"time/{name}"].title, seconds) for name, seconds in run.phases().items()]
     of_steps = run.seconds - sum(seconds for _, seconds in parts)
     parts.append(("the rest of the steps" if run.series("time/train") else "training", of_steps))
     loading, evaluating = (sum(run.series(key)) for key in ONCE)
@@ -207,3 +148,69 @@ def wall_clock(log: str, now: datetime | None = None) -> float:
     if runs and now is not None:
         attempts[-1][1] = now
     return sum((last - first).total_seconds() for first, last in attempts)
+
+
+# The picture of `rlpost runs compare --plot`
+
+
+def draw(records: Sequence[RunRecord], labels: Sequence[str], keys: Sequence[str], file: Path, *, smooth: int) -> None:
+    """Draw a panel for each metric into `file`, with one legend; runs with equal labels look alike.
+
+    Raises ConfigError for a file of another kind, DataError if it cannot be written.
+    """
+    if file.suffix not in PLOT_SUFFIXES:
+        raise ConfigError(f"--plot {file} has no ending that says its format: give {', '.join(PLOT_SUFFIXES)}")
+    if not keys:
+        raise DataError(f"{records[0].folder} has recorded no reward, accuracy or loss yet: wait for its first step")
+    require("matplotlib", "plot", "rlpost runs compare --plot")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [printable(label) for label in dict.fromkeys(labels)]
+    columns = max(1, min(len(names), 40 * len(keys) // (max(map(len, names)) + 8)))
+    size = (3.6 * len(keys), 2.7 + 0.17 * math.ceil(len(names) / columns))  # inches
+    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42}
+    with matplotlib.rc_context({**style, "svg.fonttype": "none"}):  # fonts that stay text
+        figure, panels = pyplot.subplots(1, len(keys), figsize=size, layout="constrained", squeeze=False)
+        for key, axes in zip(keys, panels[0], strict=True):
+            for record, label in zip(records, labels, strict=True):
+                _draw_curve(axes, record, key, _style(names.index(printable(label))), smooth)
+            axes.set_xlabel("step")
+            axes.set_ylabel(title_of(key)[0])
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.grid(alpha=0.25, linewidth=0.5)
+        lines = [pyplot.Line2D([], [], **_style(place)) for place in range(len(names))]
+        legend = figure.legend(lines, ["."] * len(names), loc="outside lower center", ncols=columns, frameon=False)
+        for text, name in zip(legend.get_texts(), names, strict=True):
+            text.set_parse_math(False)  # a name may hold a $
+            text.set_text(name)
+        try:
+            with replaced(file) as making:
+                figure.savefig(making, format=file.suffix[1:], dpi=200)
+        except OSError as error:
+            raise DataError(f"cannot write {file}: {error.strerror or error}; give another place for it") from error
+        finally:
+            pyplot.close(figure)
+
+
+def _style(place: int) -> dict[str, Any]:
+    """The colour and dashes of a run's line; no two runs of 28 have the same."""
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.4}
+
+
+def _draw_curve(axes: Any, record: RunRecord, key: str, style: Mapping[str, Any], smooth: int) -> None:
+    """One run's curve, with the 95% intervals of a held-out figure as a band."""
+    size = title_of(key)[1]
+    steps, values = [s for s, _ in record.points(key)], [size * v for v in record.series(key)]
+    is_held_out = key.startswith("eval/")
+    if smooth > 1 and not is_held_out:
+        axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.7)
+        before, after = (smooth - 1) // 2, smooth // 2
+        values = [fmean(values[max(0, i - before) : i + after + 1]) for i in range(len(values))]
+    axes.plot(steps, values, **style, marker="o" if is_held_out or len(steps) == 1 else "", markersize=3)
+    found = [(step, f) for step, f in record.intervals(key) if f.low is not None]
+    ends = [(step, size * (f.low or 0.0), size * (f.high or 0.0)) for step, f in found]
+    if ends:
+        axes.fill_between(*zip(*ends, strict=True), color=style["color"], alpha=0.15, linewidth=0)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost import __version__
-from rlpost.config.paths import as_model, newest_checkpoint
+from rlpost.config.paths import as_model
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
 from rlpost.evaluation.comparison import Comparison, compare
@@ -33,7 +33,7 @@ from rlpost.record import CHOSEN, REWARD, one_of_each_first
 from rlpost.report.curves import curves_of, short, story_keys, time_of
 from rlpost.report.result import Figure, figures_of, head_of_sweep, table_of, verdict
 from rlpost.runs.diagnosis import AT_LEAST
-from rlpost.runs.reader import RunRecord, code_of, evaluation_words, read_run, words_of
+from rlpost.runs.reader import RunRecord, code_of, evaluation_words, newest_checkpoint, read_run
 from rlpost.runs.rollouts import count_completions, read_chosen
 from rlpost.text import counted
 
@@ -201,7 +201,7 @@ def commands_of(record: RunRecord) -> list[list[str]]:
 
 def _settings(record: RunRecord) -> list[list[str]]:
     """[key, value, who set it] of each setting."""
-    typed = {word.partition("=")[0] for line in record.commands for word in words_of(line)}
+    typed = {word.partition("=")[0] for line in record.commands for word in shlex.split(line)}
     if "model" in typed:
         typed.add("model.path")  # model=runs/NAME sets it
     given = {word.partition("=")[0] for word in record.overrides}

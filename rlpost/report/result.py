@@ -10,7 +10,7 @@ from pathlib import Path
 from rlpost.config.schema import as_text, flat
 from rlpost.evaluation.comparison import Comparison, Measured
 from rlpost.evaluation.statistics import shown, signed
-from rlpost.evaluation.sweeps import read_sweep
+from rlpost.evaluation.sweeps import late_figure, read_sweep
 from rlpost.record import (
     ACCURACY,
     LOSS,
@@ -19,9 +19,7 @@ from rlpost.record import (
     STRICT,
     Interval,
     is_apart,
-    late_mean,
     main_figures,
-    trained_loss,
 )
 from rlpost.runs.reader import RunRecord
 from rlpost.text import counted
@@ -82,13 +80,9 @@ def verdict(record: RunRecord, figures: Sequence[Figure]) -> list[str]:
     """The result in a sentence for each figure; from the training steps alone where nothing is held out."""
     if figures:
         return [figure.sentence for figure in figures]
-    why = " (eval.enabled=false)" if record.part("eval").get("enabled") is False else ""
-    rewards = record.series("reward/mean")
-    learned = rewards or [loss for row in record.metrics if (loss := trained_loss(row)) is not None]
-    first, last = late_mean(learned[::-1]), late_mean(learned)
-    name = "reward" if rewards else "loss"
-    course = f"; mean {name} of the first quarter of the steps {first:.3g}, of the last {last:.3g}" if learned else ""
-    return [f"not measured: the run has no held-out evaluation{why}{course}"]
+    name, late = late_figure(record)
+    course = "" if late is None else f"; mean {name} of the last quarter of the steps {late:.3g}"
+    return [f"not measured: the run has no held-out evaluation{course}"]
 
 
 def _shown(figure: Interval | None) -> str:

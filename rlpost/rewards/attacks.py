@@ -10,25 +10,23 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
-from rlpost.errors import RewardError
 from rlpost.rewards.calls import RowValues
 from rlpost.rewards.functions import Finished, WorkerReward
 from rlpost.rewards.workers import Worker
-from rlpost.text import cause_of
 
 LONG = 1_000_000  # characters of a very long reply
 SLOW_LONG_SECONDS = 1.0  # a very long reply that takes longer is not scored in linear time
 SLOW_ROW_SECONDS = 0.1  # a row that usually takes longer makes steps wait for the reward
 LATENCY_CALLS = 100
 REPEATS = 50
+REPLY_SHOWN = 60  # characters
 LARGEST_NUMBER = 200  # in the list of all numbers
 NOBODYS_ANSWER = "-987654321"
 ODD = "\x00\x1b[J\x07\r\u202e\u2066\ufeff\u200b\ud800\U0001f600e\u0301"  # what no terminal should be sent; no digit
@@ -44,7 +42,7 @@ _SUMS = ((12, 30), (7, 8), (45, 6), (100, 23), (9, 81), (64, 64))
 
 
 def attack_reward(attack: Attack) -> list[Check]:
-    """All checks, in order, without `NEED_GOLD` if there is no gold; if replies cannot be scored, that check alone.
+    """All checks, in order, without `PAYING` if there is no gold; if replies cannot be scored, that check alone.
 
     Raises ConfigError and DataError that the function raises.
     """
@@ -52,7 +50,7 @@ def attack_reward(attack: Attack) -> list[Check]:
         failed = attack.score_gold()
         if failed:
             return [failed]
-        return [check(attack) for check in (*PAYING, *BREAKING) if attack.has_gold or check not in NEED_GOLD.values()]
+        return [check(attack) for check in (*BREAKING, *(PAYING if attack.has_gold else ()))]
 
 
 class Verdict(Enum):
@@ -72,19 +70,12 @@ class Check:
     reason: str
     reply: str | None = None
 
-
-def failing_alike(checks: Sequence[Check]) -> list[Check]:
-    """The checks, with all checks that end in the same error merged into the first, which names the others."""
-    alike: dict[tuple[Verdict, str], list[Check]] = {}
-    for check in checks:
-        # each reply that is paid shows another weakness
-        paid = check.verdict is Verdict.ok or check.reason.startswith("earns ")
-        cause = check.name if paid else cause_of(check.reason)
-        alike.setdefault((check.verdict, cause), []).append(check)
-    return [
-        first if not others else replace(first, reason=f"{first.reason} (and {', '.join(c.name for c in others)})")
-        for first, *others in alike.values()
-    ]
+    @property
+    def short_reply(self) -> str | None:
+        """The reply as a Python string, a long one cut."""
+        if self.reply is None or len(self.reply) <= REPLY_SHOWN:
+            return None if self.reply is None else ascii(self.reply)
+        return f"{self.reply[:REPLY_SHOWN]!a}... ({len(self.reply)} characters)"
 
 
 # The function and its rows
@@ -149,23 +140,19 @@ class Attack:
         batch = _finished(self.cases, [case.gold for case in self.cases])
         return self.reward.call([batch], self.columns, self.seconds, worker)[0]
 
-    def paid(self, name: str, write: Callable[[Case], str], *, least: Verdict = Verdict.fault) -> Check:
-        """A reply that deserves less than the gold one: is it paid as much? `least` is the verdict if so."""
-        replies = [write(case) for case in self.cases]
-        results = self.values(replies)
-        if fault := _fault(name, replies, results):
-            return fault
-        scored = [(value, place) for place, value in enumerate(results.values) if value is not None]
-        mean = f"earns {fmean(value for value, _ in scored):.3g} on average" if scored else "is not scored"
-        if not self.has_gold:
-            return Check(name, Verdict.ok, mean)
-        leads = [(v - self.gold[place], place) for v, place in scored if replies[place] != self.cases[place].gold]
-        lead, place = max(leads, key=lambda each: each[0], default=(-1.0, 0))
-        if lead < 0:
-            return Check(name, Verdict.ok, f"{mean}, less than the gold reply")
-        than = "as much as the gold reply" if lead == 0 else f"more than the gold reply's {self.gold[place]:.3g}"
-        reason = f"earns {results.values[place]:.3g}, {than} ({self.cases[place].where})"
-        return Check(name, least, reason, replies[place])
+    def paid(self, name: str, *writers: Callable[[Case], str], least: Verdict = Verdict.fault) -> Check:
+        """Replies that deserve less than the gold one: is any paid as much? `least` is the verdict if so."""
+        earned: list[float] = []
+        for write in writers:
+            replies = [write(case) for case in self.cases]
+            results = self.values(replies)
+            if fault := _fault(name, replies, results):
+                return fault
+            for case, gold, reply, value in zip(self.cases, self.gold, replies, results.values, strict=True):
+                if self.has_gold and value is not None and value >= gold and reply != case.gold:
+                    return Check(name, least, f"earns {value:.3g}, the gold reply {gold:.3g} ({case.where})", reply)
+            earned += [value for value in results.values if value is not None]
+        return Check(name, Verdict.ok, f"earns {fmean(earned):.3g} on average" if earned else "there is nothing to try")
 
 
 def _fault(name: str, replies: Sequence[str], results: RowValues, *, none_is_wrong: bool = False) -> Check | None:
@@ -190,42 +177,22 @@ def _finished(cases: Sequence[Case], replies: Sequence[str]) -> list[Finished]:
 
 def returns(attack: Attack) -> Check:
     """Does one call about several rows give a number for each?"""
-    try:
-        wrong = next(filter(None, attack.one_call().errors), None)
-    except RewardError as error:
-        wrong = str(error)
+    wrong = next(filter(None, attack.one_call().errors), None)
     if wrong:
         return Check("returns", Verdict.fault, wrong)
     return Check("returns", Verdict.ok, f"a number for each of {len(attack.cases)} rows in one call")
 
 
-def gold(attack: Attack) -> Check:
-    """Do gold replies earn more than wrong ones?"""
-    earned = f"earns {fmean(attack.gold):.3g} on average"
-    cases = [case for case in attack.cases if case.wrong]
-    results = attack.values([case.wrong for case in cases], cases)
-    others = [value for value in results.values if value is not None and math.isfinite(value)]
-    if not others:
-        return Check("gold", Verdict.ok, f"{earned}; there is no wrong reply to compare with")
-    comparison = f"{earned}, a wrong reply {fmean(others):.3g}"
-    return Check(
-        "gold", Verdict.ok if fmean(attack.gold) > fmean(others) else Verdict.fault, comparison, attack.cases[0].gold
-    )
-
-
 def corrupted(attack: Attack) -> Check:
     """Is a wrong reply paid as a right one?"""
     most = max(len(case.corrupted) for case in attack.cases)
-    if not most:
-        return Check("corrupted", Verdict.ok, "there is no wrong reply to try")
-    return _worst(
-        attack.paid("corrupted", lambda case, n=n: [*case.corrupted, *[case.wrong] * most][n]) for n in range(most)
-    )
+    writers = [lambda case, n=n: [*case.corrupted, *[case.wrong] * most][n] for n in range(most)]
+    return attack.paid("corrupted", *writers)
 
 
 def empty(attack: Attack) -> Check:
     """Is nothing paid?"""
-    return _worst(attack.paid("empty", lambda case, reply=reply: reply) for reply in ("", " \n\t "))
+    return attack.paid("empty", lambda case: "", lambda case: " \n\t ")
 
 
 def prompt_echo(attack: Attack) -> Check:
@@ -244,7 +211,7 @@ def everything(attack: Attack) -> Check:
     def every_answer(case: Case) -> str:
         return "\n".join([*"ABCDEFGH", *dict.fromkeys(c.gold for c in attack.cases), NOBODYS_ANSWER])
 
-    return _worst(attack.paid("everything", write) for write in (every_number, every_answer))
+    return attack.paid("everything", every_number, every_answer)
 
 
 def hidden_in_thinking(attack: Attack) -> Check:
@@ -256,8 +223,8 @@ def hidden_in_thinking(attack: Attack) -> Check:
     def cut(case: Case) -> str:
         return f"<think>Perhaps {case.gold}, or perhaps not"
 
-    tries = ((denied, Verdict.fault), (cut, Verdict.weak))
-    return _worst(attack.paid("hidden in thinking", write, least=least) for write, least in tries)
+    check = attack.paid("hidden in thinking", denied)
+    return attack.paid(check.name, cut, least=Verdict.weak) if check.verdict is Verdict.ok else check
 
 
 def repeated(attack: Attack) -> Check:
@@ -309,8 +276,8 @@ def very_long(attack: Attack) -> Check:
 
 def control_characters(attack: Attack) -> Check:
     """Are replies with NUL, escapes, lone surrogates and turned writing scored?"""
-    replies = (lambda case: ODD, lambda case: f"{ODD}{case.wrong}{ODD}", lambda case: "\ud83d" * 100 + case.wrong)
-    return _worst(attack.paid("control characters", write) for write in replies)
+    writers = (lambda case: ODD, lambda case: f"{ODD}{case.wrong}{ODD}", lambda case: "\ud83d" * 100 + case.wrong)
+    return attack.paid("control characters", *writers)
 
 
 def determinism(attack: Attack) -> Check:
@@ -322,17 +289,13 @@ def determinism(attack: Attack) -> Check:
     backwards = attack.values(replies[::-1], cases[::-1]).values[::-1]
     alone = [attack.values([reply], [case]).values[0] for reply, case in zip(replies, cases, strict=True)]
     tries = {"called again": again, "in another order": backwards, "scored alone": alone}
-    for how, values in tries.items():
-        if place := _differs(first, values):
-            reason = f"{how}, it earns {values[place - 1]} and not {first[place - 1]}"
-            return Check("determinism", Verdict.fault, reason, replies[place - 1])
     for seed in ("1", "2"):
         with closing(attack.reward.new_worker({"PYTHONHASHSEED": seed})) as worker:
-            values = attack.one_call(worker).values
-        if place := _differs(first[: len(values)], values):
-            earned = "nothing" if values[place - 1] is None else values[place - 1]
-            reason = f"in a fresh process (PYTHONHASHSEED={seed}) it earns {earned} and not {first[place - 1]}"
-            return Check("determinism", Verdict.fault, reason, replies[place - 1])
+            tries[f"in a fresh process (PYTHONHASHSEED={seed})"] = attack.one_call(worker).values  # of gold replies
+    for how, values in tries.items():
+        for reply, value, before in zip(replies, values, first, strict=False):
+            if value != before:
+                return Check("determinism", Verdict.fault, f"{how}, it earns {value} and not {before}", reply)
     return Check("determinism", Verdict.ok, "the same again, alone, in another order, in fresh processes")
 
 
@@ -340,15 +303,12 @@ def values(attack: Attack) -> Check:
     """Are the values finite numbers that differ?"""
     replies = [reply for case in attack.cases for reply in (case.gold, *case.corrupted)]
     cases = [case for case in attack.cases for _ in (case.gold, *case.corrupted)]
-    earned_by_reply = attack.values(replies, cases).values
-    earned = [value for value in earned_by_reply if value is not None]
-    reason = f"from {min(earned):.3g} to {max(earned):.3g}, {len(set(earned))} different"
-    if len(set(earned)) == 1:
-        if not attack.has_gold:  # another reply might earn something else
-            reason = f"each reply tried earns {earned[0]:.3g}, and none of them is known to be right"
-            return Check("values", Verdict.weak, reason)
-        return Check("values", Verdict.fault, f"every reply earns {earned[0]:.3g}: there is nothing to learn")
-    return Check("values", Verdict.ok, reason)
+    earned = {value for value in attack.values(replies, cases).values if value is not None}
+    if len(earned) > 1:
+        return Check("values", Verdict.ok, f"from {min(earned):.3g} to {max(earned):.3g}, {len(earned)} different")
+    # without gold, another reply might earn something else
+    verdict = Verdict.fault if attack.has_gold else Verdict.weak
+    return Check("values", verdict, f"every reply tried earns {earned.pop():.3g}: there is nothing to learn")
 
 
 def latency(attack: Attack) -> Check:
@@ -368,27 +328,9 @@ def latency(attack: Attack) -> Check:
     return Check("latency", Verdict.weak if middle > SLOW_ROW_SECONDS else Verdict.ok, reason)
 
 
-PAYING = (returns, gold, corrupted, values, empty, prompt_echo, everything, hidden_in_thinking, repeated, another_form)
-_ASK_GOLD = (gold, corrupted, empty, prompt_echo, everything, hidden_in_thinking, repeated, another_form)
-NEED_GOLD = {check.__name__.replace("_", " "): check for check in _ASK_GOLD}  # by the name that is printed
-BREAKING = (very_long, control_characters, determinism, latency)
-
-
-def _worst(checks: Iterable[Check]) -> Check:
-    """The first of those with the gravest verdict; no more are made once one is a fault."""
-    gravest = None
-    for check in checks:
-        if check.verdict is Verdict.fault:
-            return check
-        if gravest is None or (check.verdict is Verdict.weak and gravest.verdict is Verdict.ok):
-            gravest = check
-    assert gravest is not None
-    return gravest
-
-
-def _differs(first: Sequence[float | None], other: Sequence[float | None]) -> int:
-    """The number, from 1, of the first place at which they differ; 0 where they are the same."""
-    return next((i for i, (a, b) in enumerate(zip_longest(first, other), start=1) if a != b), 0)
+BREAKING = (returns, values, very_long, control_characters, determinism, latency)
+PAYING = (corrupted, empty, prompt_echo, everything, hidden_in_thinking, repeated, another_form)
+NEED_GOLD = [check.__name__.replace("_", " ") for check in PAYING]  # as they are printed
 
 
 # Sums to attack with where no rows are given

@@ -52,7 +52,7 @@ class Judge:
     `concurrency` requests are in flight at once. One that fails, or whose verdict cannot be read, is tried `retries`
     times more, after `pause_seconds` that double each time; the reply then has an error instead of a score.
     Verdicts are kept in the file `cache`, by everything the model is asked, its name and its options: what it has said
-    once it is not asked again, by whichever process. Beyond `cache_entries` (of about 65 bytes) the oldest go.
+    once it is not asked again, by whichever process.
 
     `ask` answers messages instead of the server at `base_url`, as a plain function that is called in
     `concurrency` threads; `model` then names what it asks. The rest is what `ChatEndpoint` takes.
@@ -68,7 +68,6 @@ class Judge:
         api_key_variable: str | None = None,
         ask: Callable[[Messages], str] | None = None,
         cache: str | Path | None = None,
-        cache_entries: int = 1_000_000,
         scale: tuple[float, float] = (0, 10),
         concurrency: int = 16,
         timeout_seconds: float = 60.0,
@@ -79,7 +78,7 @@ class Judge:
         self.rubric, self.model, self.scale = rubric, model, scale
         self.options = {"temperature": 0, "max_tokens": 512} if options is None else options
         self.ask = ask or ChatEndpoint(model, base_url, api_key_variable, timeout_seconds, self.options)
-        self.cache, self.cache_entries = cache, cache_entries
+        self.cache = cache
         self.retries, self.pause_seconds = retries, pause_seconds
         self._threads = ThreadPoolExecutor(concurrency, "rlpost-judge")
 
@@ -95,8 +94,6 @@ class Judge:
         distinct = dict(zip(keys, conversations, strict=True))
         with self._cached() as cache:
             verdicts = await asyncio.gather(*(self._scored(cache, key, each) for key, each in distinct.items()))
-            newest = "(SELECT max(rowid) FROM verdicts)"
-            cache.execute(f"DELETE FROM verdicts WHERE rowid <= {newest} - ?", [self.cache_entries])
         for verdict in verdicts:
             if isinstance(verdict, ConfigError | DataError):
                 raise verdict
@@ -222,7 +219,8 @@ class ChatEndpoint:
         if self.api_key_variable is not None:
             request.add_unredirected_header("Authorization", f"Bearer {os.environ[self.api_key_variable]}")
         try:
-            choice = json.loads(self._answer(request))["choices"][0]
+            with urlopen(request, timeout=self.timeout_seconds) as response:
+                choice = json.load(response)["choices"][0]
         except HTTPError as error:
             reason = f"{self.base_url} answers {error.code} ({error.read(200).decode(errors='replace')!r})"
             if error.code in WRONG_FOR_ALL:
@@ -231,14 +229,3 @@ class ChatEndpoint:
         if choice.get("finish_reason") == "length":
             raise RewardError(f"the reply of {self.model} was cut: raise max_tokens in its options")
         return choice["message"]["content"]
-
-    def _answer(self, request: Request) -> bytes:
-        """The body of the server's answer. Raises OSError if it is late."""
-        deadline = time.monotonic() + self.timeout_seconds
-        answer = bytearray()
-        with urlopen(request, timeout=self.timeout_seconds) as response:
-            while piece := response.read1(1 << 16):
-                answer += piece
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no whole answer within timeout_seconds={self.timeout_seconds:g}")
-        return bytes(answer)

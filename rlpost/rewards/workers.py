@@ -39,6 +39,8 @@ from rlpost.remote.process import WorkerProcess
 START_SECONDS = 600.0  # timeout of a process's imports
 STACK_SECONDS = 0.5  # for a late process to write its stack before it is killed
 OUTPUT_KEPT = 2000  # bytes of a call's output
+LONGEST_OUTPUT = 16 << 20  # bytes on the disk; a longer output is shortened to its beginning
+LOOK_SECONDS = 0.2  # between two looks at the length of the output
 LONGEST_STACK = 1 << 20  # bytes
 MEMORY_BYTES = 4 << 30  # enough for sympy and NumPy; a number of a billion digits fails instead of filling the machine
 Item = TypeVar("Item")
@@ -235,7 +237,8 @@ class Worker:
         timer.start()
         try:
             answer = ask()
-            wait_for([answer])
+            while wait_for([answer], LOOK_SECONDS).not_done:
+                output.shorten()
         finally:
             timer.cancel()
             timer.join()
@@ -264,6 +267,11 @@ class _Output:
     def begin(self) -> None:
         """Drop what was printed so far."""
         os.ftruncate(self.descriptor, 0)
+
+    def shorten(self) -> None:
+        """Keep the beginning alone of a long output: a function that prints without end would fill the disk."""
+        if os.fstat(self.descriptor).st_size > LONGEST_OUTPUT:
+            os.ftruncate(self.descriptor, OUTPUT_KEPT)
 
     def text(self, most: int = OUTPUT_KEPT) -> str:
         """The first `most` bytes that were printed since the last `begin`."""

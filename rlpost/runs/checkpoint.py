@@ -29,10 +29,12 @@ from torch import nn
 
 from rlpost.config import paths
 from rlpost.errors import CheckpointError
-from rlpost.files import give_mode_of, json_in, replaced, sync, sync_tree
+from rlpost.files import MANIFEST, check_listed, give_mode_of, json_in, read_manifest, sha256, sync, sync_tree
 from rlpost.model.optim import restore_optimizer
 from rlpost.model.weights import SavedWeights, is_sharded
 from rlpost.record import PRECISION
+from rlpost.runs.reader import checkpoints, step_of, unfinished_saves
+from rlpost.runs.removal import ADVICE, check_resumable, keep_the_model_alone, keeps_the_model_alone
 from rlpost.text import inline
 
 TENSORS = "state/tensors.safetensors"
@@ -69,7 +71,7 @@ def save_checkpoint(
     final = folder / f"step-{step:06d}"
     making, aside = folder / f".{final.name}.incomplete", folder / f".{final.name}.before.incomplete"
     try:
-        for left_by_a_crash in paths.unfinished_saves(folder):
+        for left_by_a_crash in unfinished_saves(folder):
             shutil.rmtree(left_by_a_crash)
         (making / "state").mkdir(parents=True)
         parts = {"adapter": write_adapter, MOMENTS: write_moments, paths.REFERENCE: write_reference}
@@ -78,8 +80,8 @@ def save_checkpoint(
                 write(making / name)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
         (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
-        (making / paths.MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
-        give_mode_of(making / paths.MANIFEST, making)
+        (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
+        give_mode_of(making / MANIFEST, making)
         sync_tree(making)  # a name must not outlive what it stands for, where the machine stops
         if final.exists():
             os.replace(final, aside)
@@ -122,7 +124,7 @@ def load_checkpoint(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, A
 
     Raises CheckpointError as `verify` does, and for a checkpoint that keeps the model alone.
     """
-    paths.check_resumable(path)
+    check_resumable(path)
     verify(path)
     state = json_in(path / STATE)
     return SavedWeights((path / TENSORS).parent), {key: value for key, value in state.items() if key != "format"}
@@ -153,10 +155,10 @@ def verify(path: Path) -> None:
 
     A checkpoint that keeps the model alone has no state.
     """
-    expected = paths.read_manifest(path, paths.ADVICE)
-    state = [] if paths.keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
+    expected = read_manifest(path, ADVICE)
+    state = [] if keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
     for file in dict.fromkeys([*state, *expected]):
-        paths.check_listed(file, expected.get(file), paths.ADVICE)
+        check_listed(file, expected.get(file), ADVICE)
     written = json_in(path / STATE).get("format") if state else FORMAT
     if written != FORMAT:
         raise CheckpointError(
@@ -167,8 +169,8 @@ def verify(path: Path) -> None:
 
 def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
     """Remove the checkpoints of later steps, point `latest` at the last one left, and return the removed ones."""
-    kept = [path for path in paths.checkpoints(folder) if paths.step_of(path) <= step]
-    dropped = [path for path in paths.checkpoints(folder) if paths.step_of(path) > step]
+    kept = [path for path in checkpoints(folder) if step_of(path) <= step]
+    dropped = [path for path in checkpoints(folder) if step_of(path) > step]
     if dropped:
         if kept:
             _point(folder, paths.LATEST, kept[-1].name)
@@ -181,7 +183,7 @@ def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
 
 def point_best(folder: Path, step: int | None) -> bool:
     """Point the link `best` at the checkpoint of `step`; without that checkpoint remove the link and return False."""
-    found = next((path for path in paths.checkpoints(folder) if paths.step_of(path) == step), None)
+    found = next((path for path in checkpoints(folder) if step_of(path) == step), None)
     if found is None:
         _take_away(folder / paths.BEST)
         return False
@@ -207,45 +209,20 @@ def _remove_old(folder: Path, keep_last: int, every: int, step: int, spared: Col
     The checkpoint of the step before goes too, unless that step is a multiple of `every`. Those left, except
     the one of `step`, keep the model alone.
     """
-    saved = paths.checkpoints(folder)
-    superseded = [
-        old for old in saved if paths.step_of(old) == step - 1 and not (every and paths.step_of(old) % every == 0)
-    ]
+    saved = checkpoints(folder)
+    superseded = [old for old in saved if step_of(old) == step - 1 and not (every and step_of(old) % every == 0)]
     for old in {*saved[:-keep_last], *superseded}:
-        if paths.step_of(old) not in {step, *spared}:
+        if step_of(old) not in {step, *spared}:
             shutil.rmtree(old)
-    for older in paths.checkpoints(folder):
-        if paths.step_of(older) != step:
+    for older in checkpoints(folder):
+        if step_of(older) != step:
             with contextlib.suppress(CheckpointError):  # reading a damaged checkpoint reports it
                 keep_the_model_alone(older)
 
 
-def keep_the_model_alone(checkpoint: Path) -> int:
-    """Remove the files that only resuming needs; returns the number of bytes freed.
-
-    The manifest is replaced first: whenever the process dies, every file that it names exists.
-    """
-    files = paths.read_manifest(checkpoint, paths.ADVICE)
-    left = {
-        str(file.relative_to(checkpoint)): {"bytes": size, "sha256": digest}
-        for file, (size, digest) in files.items()
-        if not paths.is_state(file, checkpoint)
-    }
-    state, removed = checkpoint / paths.STATE_FOLDER, checkpoint / paths.REMOVED_STATE
-    if len(left) < len(files):
-        with replaced(checkpoint / paths.MANIFEST) as making:
-            making.write_text(json.dumps(left, indent=1))
-    freed = paths.bytes_of_state(checkpoint)
-    shutil.rmtree(removed, ignore_errors=True)  # left by a process that died here
-    if state.is_dir():
-        os.replace(state, removed)  # a concurrent reader sees all of it or nothing
-        shutil.rmtree(removed)
-    return freed
-
-
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != README)
-    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": paths.sha256(f)} for f in files}
+    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
 
 
 def _point(folder: Path, link: str, name: str) -> None:

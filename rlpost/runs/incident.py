@@ -54,7 +54,7 @@ def _threads() -> dict[str, list[str]]:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """A process's command, its state, and the kernel function that it waits in."""
+    """A process's command, and the kernel function that it waits in."""
 
     def read(name: str) -> str:
         try:
@@ -62,7 +62,4 @@ def _process(pid: int) -> dict[str, Any]:
         except OSError:  # it has ended, or there is no /proc
             return ""
 
-    state = next(
-        (line.partition(":")[2].strip() for line in read("status").splitlines() if line.startswith("State")), ""
-    )
-    return {"pid": pid, "command": read("cmdline")[:300], "state": state, "waits_in": read("wchan")}
+    return {"pid": pid, "command": read("cmdline")[:300], "waits_in": read("wchan")}

@@ -6,6 +6,7 @@ the record empty. Imports nothing heavy.
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import shlex
@@ -19,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.config import paths
 from rlpost.errors import ConfigError
-from rlpost.files import expanded, locked, slug
+from rlpost.files import MANIFEST, bytes_of, expanded, locked, slug
 from rlpost.record import (
+    ACCURACY,
     BEGAN,
     FACTS,
     FAILED,
     FINISHED,
     INCIDENT,
+    LOSS,
+    REWARD,
     STOPPED,
     TOTAL_STEPS,
     TRAINED_LOSSES,
@@ -95,9 +99,8 @@ class RunRecord:
         return _json(self.folder / "environment.json")
 
     def part(self, name: str) -> dict[str, Any]:
-        """The settings of a group in config.yaml, such as `model`; empty if the key holds something else."""
-        part = self.config.get(name)
-        return part if isinstance(part, dict) else {}
+        """The settings of a group in config.yaml, such as `model`."""
+        return self.config.get(name) or {}
 
     def choice(self, group: str) -> str | None:
         """The option chosen for `group`, or its default; None if unknown."""
@@ -105,9 +108,18 @@ class RunRecord:
         return words[-1] if words else self._default_choices.get(group)
 
     @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Dotted key -> value of every setting, and the chosen option of each group where it is known."""
+        from rlpost.catalog import CHOICES
+        from rlpost.config.schema import flat
+
+        chosen = {group: option for group in CHOICES if (option := self.choice(group)) is not None}
+        return chosen | flat(self.config)
+
+    @cached_property
     def command(self) -> Command[Any] | None:
         """The command of the last attempt; None if command.txt does not name one that is known here."""
-        from rlpost.catalog import COMMANDS  # loads every settings class
+        from rlpost.catalog import COMMANDS
 
         words = self._last_words
         return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
@@ -117,24 +129,14 @@ class RunRecord:
         """The verb of the last attempt, a plugin's too; None where command.txt does not say."""
         if self.command is not None:
             return self.command.verb
-        from rlpost.settings.base import NAME
-
         words = self._last_words
-        return " ".join(words[1:3]) if words[1:2] == ["train"] and NAME.fullmatch("".join(words[2:3])) else None
-
-    @property
-    def says_where(self) -> bool:
-        """Whether the last attempt's command names the run's folder, so that it can be typed again."""
-        from rlpost.settings.commands import says_where
-
-        return says_where(self._last_words)
+        return " ".join(words[1:3]) if words[1:2] == ["train"] else None
 
     @property
     def model_name(self) -> str | None:
         """The chosen option of model=, or the end of the path that replaced it."""
         if any(word.startswith("model.path=") for word in self.overrides):
-            path = self.part("model").get("path")
-            return slug(path) if isinstance(path, str) else None
+            return slug(self.part("model").get("path", ""))
         return self.choice("model")
 
     @property
@@ -155,9 +157,8 @@ class RunRecord:
     @property
     def versions(self) -> str:
         """The versions of rlpost, Python and the packages, in words; empty if environment.json has none."""
-        packages = self.environment.get("packages")
-        found = {"rlpost": self.environment.get("rlpost"), "python": self.environment.get("python")}
-        found |= packages if isinstance(packages, dict) else {}
+        found = {name: self.environment.get(name) for name in ("rlpost", "python")}
+        found |= self.environment.get("packages", {})
         return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
     @property
@@ -185,8 +186,7 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None while they are unknown."""
-        steps = self.environment.get(TOTAL_STEPS) or self.config.get("steps")
-        return steps if isinstance(steps, int) else None
+        return self.environment.get(TOTAL_STEPS) or self.config.get("steps")
 
     @property
     def steps_done(self) -> int:
@@ -201,7 +201,17 @@ class RunRecord:
     @property
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, in the order of their steps."""
-        return paths.checkpoints(self.folder / "checkpoints")
+        return checkpoints(self.folder / "checkpoints")
+
+    @property
+    def to_go_on(self) -> str:
+        """The command that goes on with the run. Resuming takes the settings from the folder, but no code."""
+        if self.checkpoints:
+            words = shlex.join([str(self.folder), *code_of(self.overrides)])
+            return f"rlpost {self.verb or 'train grpo'} --resume {words}"
+        says_where = any(word.partition("=")[0] in ("--out", "--name") for word in self._last_words)
+        where = "" if says_where else f" --out {shlex.quote(str(self.folder))}"
+        return f"the same command with --resume auto{where}"
 
     # Its figures
 
@@ -225,7 +235,7 @@ class RunRecord:
 
     def last(self, key: str) -> float | None:
         """The latest recorded value of `key`."""
-        return next(iter(reversed(self.series(key))), None)
+        return next((value for row in reversed(self.metrics) if (value := number(row, key)) is not None), None)
 
     @property
     def loss(self) -> float | None:
@@ -303,6 +313,40 @@ class RunRecord:
 
         return read_rollouts(self.folder, step)
 
+    # All of it, for JSON
+
+    def summary(self) -> dict[str, Any]:
+        """The run as one entry of `rlpost runs list --json`."""
+        return {
+            "name": self.folder.name,
+            "folder": str(self.folder),
+            "state": self.state.value,
+            "error": self.error or None,
+            "steps_done": self.steps_done,
+            "steps": self.total_steps,
+            "reward": self.last("reward/mean"),
+            "loss": self.loss,
+            **{
+                f"{name}_{when}": found and found.as_dict()
+                for name, key in (("accuracy", ACCURACY), ("held_out_reward", REWARD), ("held_out_loss", LOSS))
+                for when, found in zip(("before", "after"), self.before_and_after(key), strict=True)
+            },
+            "model": self.model_name,
+            "env": self.choice("env"),
+            "updated": datetime.datetime.fromtimestamp(self.updated, datetime.UTC).isoformat(timespec="seconds"),
+        }
+
+    def details(self) -> dict[str, Any]:
+        """The run as `rlpost runs show --json` prints it."""
+        parts = ("commands", "overrides", "config", "environment", "seconds", "damaged_lines", "metrics")
+        return {
+            **self.summary(),
+            **{name: getattr(self, name) for name in parts},
+            "checkpoints": [str(path) for path in self.checkpoints],
+            "bytes": bytes_of(self.folder),
+            "symptoms": [vars(symptom) for symptom in self.diagnosis.symptoms],
+        }
+
     # Read once
 
     @cached_property
@@ -311,7 +355,7 @@ class RunRecord:
 
     @cached_property
     def _last_words(self) -> list[str]:
-        return words_of(self.commands[-1]) if self.commands else []
+        return shlex.split(self.commands[-1]) if self.commands else []
 
     @cached_property
     def _default_choices(self) -> dict[str, str]:
@@ -344,18 +388,13 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(folder)
 
 
-def command_of(folder: Path) -> Command[Any] | None:
-    """The command of a run's last attempt; None if command.txt does not name one."""
-    return read_run(folder).command
-
-
 def playable(run: Path) -> Path | None:
     """The run whose environment `run` stands for: itself, or if it learned from pairs the run that it began from.
 
     None where learning from pairs began from no run.
     """
     while (its := read_run(run)).command is not None and getattr(its.command.settings, "learns_from_pairs", False):
-        earlier = paths.run_of_model(str(its.part("model").get("path", "")))
+        earlier = run_of_model(str(its.part("model").get("path", "")))
         if earlier is None:
             return None
         run = earlier
@@ -404,7 +443,7 @@ def find_runs(folder: Path) -> list[Path]:
     If `folder` is a run folder, it is the only one. Raises ConfigError if the folder does not exist.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder{_near(folder)}")
+        raise ConfigError(f"{folder} is not a folder; see rlpost runs list")
     if paths.is_run_folder(folder):
         return [folder]
     return sorted(_runs_below(folder), key=_last_write, reverse=True)
@@ -420,19 +459,42 @@ def find_run(name: str | None) -> Path:
         if not found:
             raise ConfigError("there is no run in runs/ yet: begin one with rlpost train grpo, or give a run's path")
         return found[0]
-    path = expanded(name)
-    for candidate in places(name):
-        if paths.is_run_folder(candidate):
-            return candidate
+    if run := run_at(name):
+        return run
     if sweep := find_sweep(name):
         raise ConfigError(f"{name} is a sweep: name one of {', '.join(map(str, _runs_of_sweep(sweep))) or 'its jobs'}")
-    if path.is_dir():
+    if expanded(name).is_dir():
         raise ConfigError(f"{name} is not a run folder: it holds neither command.txt nor metrics.jsonl")
-    if _is_path(name):
-        raise ConfigError(f"{name} does not exist{_near(path)}")
     folders = dict.fromkeys(folder for run in _runs_below(paths.RUNS) for folder in (run, run.parent))
-    names = [str(folder.relative_to(paths.RUNS)) for folder in folders]
+    names = [text for folder in folders for text in (str(folder.relative_to(paths.RUNS)), str(folder))]
     raise ConfigError(f"there is no run {name}{did_you_mean(nearest(name, names), 'see rlpost runs list')}")
+
+
+def run_at(name: str) -> Path | None:
+    """The run folder of this name or path; None if there is none."""
+    return next((folder for folder in places(name) if paths.is_run_folder(folder)), None)
+
+
+def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
+    """The run folder, and the folder of one of its checkpoints, not a link, for a run's or a checkpoint's name.
+
+    Raises ConfigError if there is no such run or checkpoint.
+    """
+    given = expanded(name)
+    if which is None and paths.is_checkpoint_folder(given):
+        return given.resolve().parent.parent, given.resolve()
+    run = find_run(name)
+    saved = {path.name: path for path in checkpoints(run / "checkpoints")}
+    if not saved:
+        raise ConfigError(f"{run} has no finished checkpoint yet: resume it, or give another run")
+    wanted = list(saved)[-1]
+    if which == paths.BEST:
+        wanted = (run / "checkpoints" / paths.BEST).resolve().name
+    elif which not in (None, paths.LATEST):
+        wanted = f"step-{which.removeprefix('step-').zfill(6)}"
+    if wanted not in saved:
+        raise ConfigError(f"{run} has no checkpoint {which}; it has {', '.join(saved)}")
+    return run, saved[wanted]
 
 
 def find_sweep(name: str) -> Path | None:
@@ -449,6 +511,58 @@ def runs_of(names: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+# The checkpoints of a run
+
+
+def never_began(run: Path) -> bool:
+    """Whether a run ended before it measured or saved anything."""
+    metrics = run / "metrics.jsonl"
+    return not (run / "checkpoints").exists() and not (metrics.is_file() and metrics.stat().st_size)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, in the order of their steps."""
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """`folder` itself if it is a complete checkpoint, else the last checkpoint of the run in it, or None."""
+    if (folder / MANIFEST).is_file():
+        return folder
+    return next(reversed(checkpoints(folder / "checkpoints")), None)
+
+
+def unfinished_saves(folder: Path) -> list[Path]:
+    """Unfinished saves among the checkpoints in `folder`, left by processes that died."""
+    return sorted(folder.glob(".step-*.incomplete"))
+
+
+def passed_over(run: Path) -> list[Path]:
+    """Incomplete checkpoints of a run that are newer than its newest complete one."""
+    folder = run / "checkpoints"
+    whole = checkpoints(folder)
+    named = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path not in whole]
+    return sorted((path for path in named if not whole or step_of(path) > step_of(whole[-1])), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def run_of_model(path: str) -> Path | None:
+    """The run of a `model.path` that is a run, a checkpoint or a part of one; None for any other model."""
+    folder = expanded(path)
+    if paths.is_run_folder(folder):
+        return folder
+    whole = folder.resolve()
+    run = next((each.parent.parent for each in (whole, whole.parent) if each.parent.name == "checkpoints"), None)
+    if run is None or not paths.is_run_folder(run):
+        return None
+    return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+
+
 # Reading a folder
 
 
@@ -461,14 +575,6 @@ def _end_of(file: Path) -> str:
         return ""
 
 
-def words_of(command: str) -> list[str]:
-    """The words of a line of command.txt."""
-    try:
-        return shlex.split(command)
-    except ValueError:  # a truncated line
-        return command.split()
-
-
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
@@ -479,10 +585,9 @@ def _text(file: Path) -> str:
 def _json(file: Path) -> dict[str, Any]:
     """The mapping in a JSON file; empty if there is none, or it is not whole."""
     try:
-        content = json.loads(_text(file))
+        return json.loads(_text(file))
     except ValueError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _yaml(file: Path) -> dict[str, Any]:
@@ -532,11 +637,3 @@ def places(name: str, root: Path = paths.RUNS) -> tuple[Path, Path]:
 
 def _is_path(name: str) -> bool:
     return "/" in name or name.startswith((".", "~"))
-
-
-def _near(missing: Path) -> str:
-    """A hint at a folder of a similar name beside the missing one."""
-    above = missing.parent
-    names = [path.name for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
-    near = nearest(missing.name, names)
-    return did_you_mean(str(above / near) if near else None, "see rlpost runs list")

@@ -1,4 +1,4 @@
-"""Remove parts of the runs in a folder that are no longer needed.
+"""Remove parts of the runs in a folder that are no longer needed, such as the state of older checkpoints.
 
 A run that a process holds is spared, and everything outside the folder of runs.
 """
@@ -6,17 +6,23 @@ A run that a process holds is spared, and everything outside the folder of runs.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from rlpost.config import paths
 from rlpost.errors import CheckpointError
-from rlpost.files import bytes_of, locked
-from rlpost.runs.reader import RunState, find_runs, is_running, read_run
+from rlpost.files import MANIFEST, bytes_of, locked, read_manifest, replaced
+from rlpost.runs.reader import RunState, checkpoints, find_runs, is_running, read_run
+
+STATE, REMOVED_STATE = "state", ".state.removed"  # folders of a checkpoint
+ADVICE = "resume from another one"  # the end of a message about a damaged checkpoint
 
 
 class Rule(Enum):
@@ -36,6 +42,16 @@ class Removal:
     path: Path
     rule: Rule
     bytes: int
+
+    @property
+    def removed(self) -> Path:
+        """The path that goes: that of the state alone where the model of a checkpoint stays."""
+        return self.path / STATE if self.rule is Rule.state else self.path
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        named = {"rule": self.rule.name, "why": self.rule.value, "bytes": self.bytes}
+        return {"run": str(self.run), "path": str(self.path), **named}
 
 
 def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[Removal]:
@@ -60,8 +76,6 @@ def remove(removal: Removal) -> bool:
         if not locked(lock):
             return False
         if removal.rule is Rule.state:
-            from rlpost.runs.checkpoint import keep_the_model_alone
-
             keep_the_model_alone(removal.path)
         elif removal.path.is_dir():
             shutil.rmtree(removal.path)
@@ -73,7 +87,7 @@ def remove(removal: Removal) -> bool:
 def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
     record = read_run(run)
     folder = run / "checkpoints"
-    saved = paths.checkpoints(folder)
+    saved = checkpoints(folder)
     if not record.commands:
         return  # a user's own folder of checkpoints, or a truncated record
     if record.steps_done == 0 and not any(folder.glob("step-*")):
@@ -86,9 +100,53 @@ def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
     if record.state is RunState.finished:
         for checkpoint in sorted(kept & set(saved)):
             with contextlib.suppress(CheckpointError):  # a damaged checkpoint is left to its owner
-                if not paths.keeps_the_model_alone(checkpoint):
-                    yield Removal(run, checkpoint, Rule.state, paths.bytes_of_state(checkpoint))
+                if not keeps_the_model_alone(checkpoint):
+                    yield Removal(run, checkpoint, Rule.state, bytes_of_state(checkpoint))
     oldest = time.time() - rollout_days * 24 * 3600
     for file in sorted((run / "rollouts").glob("step-*.parquet")):
         if file.stat().st_mtime < oldest:
             yield Removal(run, file, Rule.rollouts, file.stat().st_size)
+
+
+# The state of a checkpoint: what resuming needs beside the weights
+
+
+def check_resumable(checkpoint: Path) -> None:
+    """Raise CheckpointError if `checkpoint` keeps the model alone; the message says what to resume from instead."""
+    if keeps_the_model_alone(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} keeps the model alone: resume from latest, or begin another run from it with "
+            f"model.path={checkpoint}"
+        )
+
+
+def keeps_the_model_alone(checkpoint: Path) -> bool:
+    """Whether the manifest names no file of state/. Raises CheckpointError if it cannot be read."""
+    files = read_manifest(checkpoint, ADVICE)
+    return bool(files) and not any(checkpoint / STATE in file.parents for file in files)
+
+
+def bytes_of_state(checkpoint: Path) -> int:
+    """Bytes of the files that only resuming needs."""
+    return bytes_of(checkpoint / STATE) + bytes_of(checkpoint / REMOVED_STATE)
+
+
+def keep_the_model_alone(checkpoint: Path) -> None:
+    """Remove the files that only resuming needs.
+
+    The manifest is replaced first: whenever the process dies, every file that it names exists.
+    """
+    files = read_manifest(checkpoint, ADVICE)
+    left = {
+        str(file.relative_to(checkpoint)): {"bytes": size, "sha256": digest}
+        for file, (size, digest) in files.items()
+        if checkpoint / STATE not in file.parents
+    }
+    state, removed = checkpoint / STATE, checkpoint / REMOVED_STATE
+    if len(left) < len(files):
+        with replaced(checkpoint / MANIFEST) as making:
+            making.write_text(json.dumps(left, indent=1))
+    shutil.rmtree(removed, ignore_errors=True)  # left by a process that died here
+    if state.is_dir():
+        os.replace(state, removed)  # a concurrent reader sees all of it or nothing
+        shutil.rmtree(removed)

@@ -1,4 +1,4 @@
-"""A run beside the same run again: what they ran on, and their figures step by step. Imports nothing heavy."""
+"""Runs beside each other: what they ran on, and a run beside the same run again. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlpost.catalog import CHOICES
 from rlpost.config.schema import as_text, flat
-from rlpost.record import CODE, DATA, LEFT_OPEN, PRECISION
+from rlpost.record import CODE, DATA, LEFT_OPEN, PRECISION, is_apart
+from rlpost.runs.reader import RunRecord
 
+IMPORTANT = ("loss/", "reward/mean", "grad_norm", "eval/", "accuracy/", "entropy")  # how names of figures begin
 UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
+NOT_COMPARED = ("tracking.",)  # settings that say where output goes
 VERSIONS = ("rlpost", "python")  # keys of environment.json
 MACHINE = ("platform", "cpu", "cpu_count", "threads", "cuda")
 PRECISION_KEYS = ("model.autocast", "policy.dtype")  # keys of its `PRECISION`
@@ -52,10 +56,10 @@ class Apart:
 class Steps:
     """The figures of two runs beside each other, all but time and memory."""
 
-    compared: int  # steps
-    first: int | None  # the first step in which any differs; None: all are equal bit for bit
-    first_figures: list[Apart]  # the figures that differ in that step
-    apart: list[Apart]  # each figure that differs anywhere, where it does so most
+    steps: int  # that are compared
+    first_step: int | None  # the first in which any figure differs; None: all are equal bit for bit
+    first_figures: list[Apart]  # the figures that differ in that step, the important ones first
+    apart: list[Apart]  # each figure that differs anywhere, where it does so most, in the same order
 
 
 def what_differs(
@@ -73,15 +77,42 @@ def what_differs(
 
 def parts_of(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The values of a run that are compared, by the kind of a difference."""
-    precision = _part(environment, PRECISION)
+    precision = environment.get(PRECISION) or {}
     return {
-        "version": _some(environment, VERSIONS) | _part(environment, "packages"),
-        "code": _part(environment, CODE),
-        "data": _part(environment, DATA),
+        "version": _some(environment, VERSIONS) | environment.get("packages", {}),
+        "code": environment.get(CODE) or {},
+        "data": environment.get(DATA) or {},
         "machine": _some(environment, MACHINE),
         "precision": _some(precision, PRECISION_KEYS),
         "setting": {k: v for k, v in flat(config).items() if k not in LEFT_OPEN or v not in (None, "auto")},
     }
+
+
+def differences(records: Sequence[RunRecord]) -> dict[str, dict[str, list[str]]]:
+    """The differences between runs, each with the runs' values: settings that all of them have, settings that only some
+    have, and the environment (versions, code, data, machine and precision).
+
+    A chosen option counts as a setting, as does the command; where output goes does not.
+    """
+    known = [{"command": r.verb or "unknown", **dict.fromkeys(CHOICES, "unknown"), **r.settings} for r in records]
+    compared = [{key: its[key] for key in its if not key.startswith(NOT_COMPARED)} for its in known]
+    settings, of_some = _differing(compared)
+    kinds = [parts_of(record.environment, {}) for record in records]
+    environment = [{f"{kind} {n}": v for kind, its in each.items() for n, v in its.items()} for each in kinds]
+    return {"settings": settings, "settings_of_some": of_some, "environment": _differing(environment)[0]}
+
+
+def _differing(sides: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The keys of all sides whose values differ, and the keys that only some sides have."""
+    shared: dict[str, list[str]] = {}
+    of_some: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for side in sides for key in side):
+        texts = [as_text(side[key]) if key in side else "-" for side in sides]
+        if not all(key in side for side in sides):
+            of_some[key] = texts
+        elif is_apart(key, [side[key] for side in sides]):
+            shared[key] = texts
+    return shared, of_some
 
 
 def _some(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -108,13 +139,14 @@ def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, A
     for each in found:
         if each.name not in most or each.size > most[each.name].size:
             most[each.name] = each
+    found.sort(key=_rank)
     steps = len({step for step in before if step > 0})
-    return Steps(steps, first, [each for each in found if each.step == first], list(most.values()))
+    return Steps(steps, first, [each for each in found if each.step == first], sorted(most.values(), key=_rank))
 
 
-def _part(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    part = record.get(name)
-    return part if isinstance(part, dict) else {}
+def _rank(each: Apart) -> tuple[bool, float, str]:
+    """Sort key of a figure: the important ones come first, then those that are furthest apart."""
+    return not each.name.startswith(IMPORTANT), -each.size, each.name
 
 
 def _apart(text: str, other: str) -> str:

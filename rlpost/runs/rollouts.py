@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ LATER = ("prompt_messages", "part_weights", "restarts")  # columns that the file
 TOKEN_COLUMNS = ("token_ids", "log_probs", "mask", "prompt_ids", "trainer_log_probs", "token_versions", "restarts")
 LIGHT = [name for name in SCHEMA.names if name not in TOKEN_COLUMNS]
 MAPS = frozenset({"reward_parts", "part_weights"})
-FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
 ROWS_AT_ONCE = 256  # held in memory by a search
 
 
@@ -74,7 +73,6 @@ class Wanted:
     rewards: tuple[float, float] | None = None  # least and greatest; a failed reward is in no range
     finish_reason: str | None = None
     group: int | None = None
-    sample: int | None = None
 
 
 def search(run: Path, steps: Sequence[int], wanted: Wanted, limit: int) -> tuple[list[dict[str, Any]], dict[int, int]]:
@@ -107,18 +105,47 @@ def spread_of(run: Path, step: int, count: int) -> list[dict[str, Any]]:
     return [rows[round(i * (len(rows) - 1) / max(1, count - 1))] for i in range(count)]
 
 
+def figures_of_groups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of each group of completions, in the order of the groups' numbers; None where every reward failed."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (row["group"], row["sample"])):
+        groups.setdefault(row["group"], []).append(row)
+    found = []
+    for number, its in groups.items():
+        rewards = [row["reward"] for row in its if row["reward"] is not None]
+        right = [row["accuracy_lenient"] for row in its if row["accuracy_lenient"] is not None]
+        found.append(
+            {
+                "group": number,
+                "size": len(its),
+                "reward_mean": fmean(rewards) if rewards else None,
+                "reward_std": spread(rewards) if rewards else None,
+                "reward_min": min(rewards, default=None),
+                "reward_max": max(rewards, default=None),
+                "right": fmean(right) if right else None,
+                "tokens": fmean(sum(row["mask"]) for row in its),
+                "cut": sum(row["finish_reason"] == "length" for row in its),
+                "prompt": its[0]["prompt"],
+            }
+        )
+    return found
+
+
+def spread(rewards: Sequence[float]) -> float:
+    """The standard deviation of rewards, as `reward/std` of metrics.jsonl."""
+    return stdev(rewards) if len(rewards) > 1 else 0.0
+
+
 # Reading
 
 
 def _as_dicts(rows: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
-    """Rows as their reader wants them: maps as dicts, None for figures that are not finite."""
+    """Rows as their reader wants them: maps as dicts."""
     for row in rows.to_pylist():
         for name in MAPS & row.keys():
-            row[name] = {part: value for part, value in row[name] or [] if _finite(value) is not None}
+            row[name] = dict(row[name] or [])
         if "restarts" in row:
             row["restarts"] = row["restarts"] or []
-        for name in FIGURES & row.keys():
-            row[name] = _finite(row[name])
         yield row
 
 
@@ -149,7 +176,7 @@ def _is_wanted(batch: pa.RecordBatch, wanted: Wanted) -> pa.BooleanArray:
     if wanted.rewards is not None:
         least, most = wanted.rewards
         kept += [pc.greater_equal(batch["reward"], least), pc.less_equal(batch["reward"], most)]
-    for name in ("finish_reason", "group", "sample"):
+    for name in ("finish_reason", "group"):
         if (value := getattr(wanted, name)) is not None:
             kept.append(pc.equal(batch[name], value))
     return functools.reduce(pc.and_, kept)
@@ -173,8 +200,3 @@ def _pieces(file: Path, columns: Sequence[str], advice: str = "") -> Iterator[pa
 
 def _file(run: Path, step: int) -> Path:
     return run / "rollouts" / f"step-{step:06d}.parquet"
-
-
-def _finite(value: float | None) -> float | None:
-    """`value` if it is finite, otherwise None."""
-    return value if value is not None and math.isfinite(value) else None

@@ -627,8 +627,3 @@ class RunRequest:
     plain: bool = False
     kept: Mapping[str, Any] | None = None
     stops_after: int | None = None
-
-
-def says_where(command: Sequence[str]) -> bool:
-    """Whether a command line names the run's folder, with `--name` or `--out`."""
-    return any(word.partition("=")[0] in ("--out", "--name") for word in command)

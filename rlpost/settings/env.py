@@ -122,9 +122,7 @@ class ListedSettings(EnvSettings):
     """Settings of environments whose tasks are listed once: the rows of files, or the tasks of a package."""
 
     held_out: float = doc(0.1, "share of the rows kept for test if test has no file of its own", 0.0, 1.0)
-    long_prompts: LongPrompts = doc(
-        LongPrompts.error, "what to do with rows whose prompts are too long, before training"
-    )
+    long_prompts: LongPrompts = doc(LongPrompts.error, "what to do with rows whose prompts are too long")
     pass_rates: str | None = doc(None, "file of rlpost data measure: how often a model answers each prompt right")
     min_pass_rate: float = doc(0.0, "train only on prompts answered right at least this often", 0.0, 1.0)
     max_pass_rate: float = doc(1.0, "train only on prompts answered right at most this often", 0.0, 1.0)
@@ -215,9 +213,7 @@ class DatasetSettings(OwnRowsSettings):
     (`messages`, or `conversations` with from and value), a prompt and a completion, or plain `text`.
     """
 
-    completion_column: str | None = doc(
-        None, "a demonstration's reply to its prompt; null: completion, if rows have it"
-    )
+    completion_column: str | None = doc(None, "a demonstration's reply; null: completion, if rows have it")
     gold: bool | None = doc(
         None, "whether a reply is right or wrong (false: length, style); null: if rows have an answer"
     )
@@ -549,3 +545,23 @@ def _check_template(template: str) -> None:
         raise ConfigError(
             f"env.prompt_template={template!r} has no field such as {{question}}: every prompt would be the same"
         )
+
+
+LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_observation_tokens")  # of conversations
+
+
+@dataclass(frozen=True)
+class Source:
+    """An environment as a part of a mix; no other source has its name."""
+
+    name: str
+    weight: float  # the source's share of the prompts is weight / sum of weights
+    text: str
+    settings: EnvSettings
+
+    def within(self, mix: MixSettings) -> Source:
+        """This source with the split of the mix, unless that is train, and no limit above the mix's."""
+        own = self.settings
+        limits = {key: min(filter(None, (getattr(own, key), getattr(mix, key))), default=None) for key in LIMITS}
+        split = SourceText.of(self.text).given.get("split", "train") if mix.split == "train" else mix.split
+        return replace(self, settings=replace(own, split=split, **limits))

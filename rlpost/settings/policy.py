@@ -182,9 +182,7 @@ class AsyncCollectorSettings(CollectorSettings):
     usual_lag: ClassVar[int] = 1
 
     depth: int | None = doc(None, "how many steps ahead groups begin, at most max_policy_lag; null: 1", at_least=0)
-    push: PushMode = doc(
-        PushMode.wait, "at a push, groups in flight finish first (wait) or take the new weights (keep)"
-    )
+    push: PushMode = doc(PushMode.wait, "at a push, groups in flight: finish first (wait) or go on (keep)")
     max_restarts: int = doc(MAX_RESTARTS, "process restarts allowed per run; one more death ends it", at_least=0)
     wait_seconds: float = doc(900.0, "seconds to wait for one more group", above=0.0)
     players: int = doc(1, "processes that sample, each with its own engine", at_least=1)
@@ -204,15 +202,9 @@ class ClusterSettings(Settings, group="cluster"):
 
     elsewhere: ClassVar[str] = ""  # the setting by which other processes sample, as typed
 
-    trainer_ranks: int | None = doc(
-        None,
-        "processes that train one model, each on its device; null: as many as torchrun started, else 1",
-        at_least=1,
-    )
+    trainer_ranks: int | None = doc(None, "processes that train one model; null: torchrun's, else 1", at_least=1)
     sharding: Sharding = doc(Sharding.none, "what each rank holds of the model: all of it, or its shard (full)")
-    gather_dtype: DType = doc(
-        DType.auto, "dtype in which a sharded model gathers and computes layers; auto: the weights'"
-    )
+    gather_dtype: DType = doc(DType.auto, "dtype of a sharded model's gathered layers; auto: the weights'")
     cpu_offload: bool = doc(False, "keep a sharded model's weights, gradients and moments in host memory")
     rank_seconds: float = doc(600.0, "timeout in seconds for collective operations between ranks", above=0.0)
     rank_port: int | None = doc(None, "port of rank 0 for ranks on other machines; null: a free one", 1, 65535)

@@ -62,9 +62,7 @@ class OptimSettings(Settings, group="optim"):
 
     eight_bit: ClassVar[bool] = False  # whether its state is kept in 8 bits
 
-    lr: float | None = doc(
-        None, "learning rate after the warm-up; null: by the model's size, 10 times as much for an adapter", above=0.0
-    )
+    lr: float | None = doc(None, "learning rate after the warm-up; null: by the model's size, 10x for LoRA", above=0.0)
     weight_decay: float = doc(0.0, "decoupled (AdamW), on weight matrices only", at_least=0.0)
     beta1: float = doc(0.9, "decay of the gradient's running mean", 0.0, 0.9999)
     beta2: float = doc(0.999, "decay of the squared gradient's running mean", 0.0, 0.99999)

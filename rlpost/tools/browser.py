@@ -71,7 +71,7 @@ class BrowserTransform(ToolTransform):
         self.timeout = timeout
         self.at_once = max_pages  # a call waits for room here, not within its time limit
         proxy = FilterProxy(self.allowed, private_addresses=private_addresses)
-        self.pages = Pages(proxy, headless, Limits(timeout), max_pages, executable_path)
+        self.pages = Pages(proxy, headless, timeout, max_pages, executable_path)
         self._changing = threading.Lock()
         self.thread = LoopThread("rlpost-browser")
         # Without a close, the browser still ends with this object or with the interpreter.
@@ -115,22 +115,12 @@ class BrowserTransform(ToolTransform):
             _stop(self.pages, self.thread)
 
     @property
-    def restarts(self) -> int:
-        """How often the browser died and was restarted."""
-        return self.pages.restarts
-
-    @property
     def num_pages(self) -> int:
         """How many pages are open."""
-        return self.pages.num_open
-
-    @property
-    def num_refused(self) -> int:
-        """Connections that the proxy refused: redirects, sockets, and Chromium's own requests."""
-        return self.pages.proxy.num_refused
+        return len(self.pages.tabs)
 
     def _close(self, keys: Sequence[tuple[int, int]] | None) -> None:
-        if self.pages.num_open:
+        if self.num_pages:
             self.thread.run(self.pages.close(keys), 2 * CLOSE_SECONDS)
 
     async def _act(self, key: tuple[int, int], arguments: Mapping[str, Any]) -> ToolResult:
@@ -263,16 +253,16 @@ async def _navigate(tab: Tab, arguments: Mapping[str, Any]) -> str:
 
 async def _click(tab: Tab, arguments: Mapping[str, Any]) -> str:
     element = await _found(tab, arguments["selector"])
-    await element.first.click(timeout=tab.limits.find * 1000)
+    await element.first.click(timeout=tab.find_seconds * 1000)
     await asyncio.sleep(BEGIN_SECONDS)
     return await _led_to(tab)
 
 
 async def _type(tab: Tab, arguments: Mapping[str, Any]) -> str:
     element = await _found(tab, arguments["selector"])
-    await element.first.fill(arguments["text"], timeout=tab.limits.find * 1000)
+    await element.first.fill(arguments["text"], timeout=tab.find_seconds * 1000)
     if arguments.get("submit"):
-        await element.first.press("Enter", timeout=tab.limits.find * 1000)
+        await element.first.press("Enter", timeout=tab.find_seconds * 1000)
         await asyncio.sleep(BEGIN_SECONDS)
     return await _led_to(tab)
 
@@ -328,7 +318,7 @@ async def _found(tab: Tab, selector: str) -> Locator:
     _check_page(tab)
     elements = tab.page.locator(selector)
     try:
-        await elements.first.wait_for(state="attached", timeout=tab.limits.find * 1000)
+        await elements.first.wait_for(state="attached", timeout=tab.find_seconds * 1000)
     except TooLate:
         async with asyncio.timeout(PROBE_SECONDS):
             await tab.page.evaluate("0")
@@ -350,7 +340,7 @@ async def _led_to(tab: Tab) -> str:
     if tab.refused_pages:
         raise Failed("refused")  # `_checked` gives the reason
     with contextlib.suppress(TooLate):
-        await tab.page.wait_for_load_state("load", timeout=tab.limits.load * 1000)
+        await tab.page.wait_for_load_state("load", timeout=tab.load_seconds * 1000)
     return f"{(await tab.page.title())[:200]}\n{tab.page.url}"
 
 
@@ -377,7 +367,7 @@ class Pages:
 
     proxy: FilterProxy
     headless: bool
-    limits: Limits
+    seconds: float  # for an action
     max_pages: int
     executable_path: str | None
     restarts: int = 0
@@ -393,11 +383,6 @@ class Pages:
         """Make new locks: they belong to a loop, and each start may have another."""
         self._launching = asyncio.Lock()
         self._free = asyncio.Semaphore(self.max_pages)
-
-    @property
-    def num_open(self) -> int:
-        """How many pages are open now."""
-        return len(self.tabs)
 
     async def start(self) -> Browser:
         """The browser, launched if it is not running. Raises ToolError if that fails."""
@@ -437,12 +422,12 @@ class Pages:
     @contextlib.asynccontextmanager
     async def using(self, key: Hashable) -> AsyncIterator[Tab]:
         """The page of `key`, opened if needed, and kept open inside the block. Raises TimeoutError."""
-        async with asyncio.timeout(self.limits.whole):
+        async with asyncio.timeout(self.seconds):
             await self._free.acquire()
         self._busy.add(key)
         try:
             browser = await self.start()
-            async with asyncio.timeout(self.limits.whole):
+            async with asyncio.timeout(self.seconds):
                 tab = self.tabs.get(key)
                 if tab is None or tab.is_lost:
                     await self.close([key])
@@ -482,8 +467,8 @@ class Pages:
 
     async def _open(self, browser: Browser) -> Tab:
         context = await browser.new_context(accept_downloads=False, service_workers="block")
-        context.set_default_timeout(self.limits.whole * 900)  # milliseconds; less than the action's own limit
-        tab = Tab(context, await context.new_page(), self.proxy.allowed, self.limits)
+        context.set_default_timeout(self.seconds * 900)  # milliseconds; less than the action's own limit
+        tab = Tab(context, await context.new_page(), self.proxy.allowed, self.seconds)
         await tab.watch()
         return tab
 
@@ -491,11 +476,14 @@ class Pages:
 class Tab:
     """The page of one conversation, and the requests that were refused since the last report."""
 
-    def __init__(self, context: BrowserContext, page: Page, allowed: AllowedHosts, limits: Limits) -> None:
+    def __init__(self, context: BrowserContext, page: Page, allowed: AllowedHosts, seconds: float) -> None:
         self.context = context
         self.page = page
         self.allowed = allowed
-        self.limits = limits
+        # parts of the `seconds` of an action, together less
+        self.find_seconds = min(5.0, seconds / 5)  # for an element to appear, and again for it to accept a click
+        self.arrive_seconds = seconds * 0.4  # for the page that a click leads to
+        self.load_seconds = min(5.0, seconds * 0.15)  # for a page's pictures and scripts after its text
         self.refused_pages: list[str] = []
         self.refused_parts: list[str] = []
         self.closed_windows = 0
@@ -519,7 +507,7 @@ class Tab:
 
     async def arrive(self) -> bool:
         """Wait until the page that the last action leads to is readable or refused; False if neither comes in time."""
-        done = await first_of(self._readable(), self._refused.wait(), seconds=self.limits.arrive)
+        done = await first_of(self._readable(), self._refused.wait(), seconds=self.arrive_seconds)
         for wait in done:
             wait.result()
         return bool(done)
@@ -573,28 +561,6 @@ class Tab:
             self.closed_windows += 1
             with contextlib.suppress(*_errors()):
                 await page.close()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds for the parts of an action; together less than `whole`."""
-
-    whole: float
-
-    @property
-    def find(self) -> float:
-        """For an element to appear, and again for it to accept a click."""
-        return min(5.0, self.whole / 5)
-
-    @property
-    def arrive(self) -> float:
-        """For the page that a click leads to."""
-        return self.whole * 0.4
-
-    @property
-    def load(self) -> float:
-        """For a page's pictures and scripts after its text."""
-        return min(5.0, self.whole * 0.15)
 
 
 def found_program(own: str) -> str:

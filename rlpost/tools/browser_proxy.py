@@ -14,7 +14,6 @@ import contextlib
 import ipaddress
 import re
 import socket
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,8 +72,7 @@ class FilterProxy:
     def __init__(self, allowed: AllowedHosts, *, private_addresses: bool = False) -> None:
         self.allowed = allowed
         self.private_addresses = private_addresses
-        self.num_refused = 0
-        self._faults: OrderedDict[str, str] = OrderedDict()  # host:port -> why it was not reached, newest last
+        self._faults: dict[str, str] = {}  # host:port -> why it was not reached
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
@@ -184,15 +182,14 @@ class FilterProxy:
         return self._faults.get(f"{shown(host)}:{port}")
 
     def _refuse(self, host: Host, port: int, why: str) -> None:
-        self.num_refused += 1
         self.note_fault(host, port, why)
         raise Refused(why)
 
     def note_fault(self, host: Host, port: int, why: str) -> None:
         """Remember why a connection failed, for `fault_of`."""
+        if len(self._faults) >= FAULTS_KEPT:
+            self._faults.clear()
         self._faults[f"{shown(host)}:{port}"] = why
-        while len(self._faults) > FAULTS_KEPT:
-            self._faults.popitem(last=False)
 
 
 class Refused(Exception):

@@ -397,6 +397,21 @@ class FrameBuffer:
         with self._lock:
             return self.storage.read(torch.randint(len(self), (size,), generator=self._generator))
 
+    def state_dict(self) -> dict[str, Any]:
+        """The frames, their count and the state of the random generator, as tensors."""
+        with self._lock:
+            kept = None if self.storage.frames is None else self.storage.read(torch.arange(len(self)))
+            return {"frames": kept, "write_count": self.write_count, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, by a buffer with as much room."""
+        kept, count = state["frames"], state["write_count"]
+        with self._lock:
+            if kept is not None:
+                self.storage.write(torch.arange(kept.batch_size[0]), kept)
+            self.write_count = count
+            self._generator.set_state(state["generator"])
+
 
 class LazyTensorStorage:
     """Room for `max_size` frames on `device`, allocated when the first come, with their entries."""

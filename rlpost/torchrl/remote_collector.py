@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, cast
 import cloudpickle
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict.nn import InteractionType
 
 from rlpost.data.conversation import Conversation, PolicyVersionLabel, next_version
 from rlpost.envs.base import EnvBase, Transform
@@ -47,6 +49,7 @@ OWN_STATE = ("waiting", "delivered", "version")  # keys of the owner beside the 
 DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of a worker
 GPU_SHARE = 0.2  # of a GPU for each worker, if the cluster has any
 DEVICES = ("device", "storing_device", "env_device", "policy_device")
+GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE)
 Plan = tuple[bytes, Mapping[str, Any]]  # how a worker's collector is built, and what its actor asks for
 
 
@@ -75,9 +78,13 @@ def built_collector(
     chosen = chosen or (LLMCollector if isinstance(env, EnvBase) else Collector)
     if not (inspect.isclass(chosen) and issubclass(chosen, LLMCollector)):
         return cast(Any, chosen)(env, policy, **how, **with_effect(options, chosen))
-    options.pop("storing_device", None)
+    exploration = options.pop("exploration_type", None)
+    for name in ("reset_when_done", "storing_device"):
+        options.pop(name, None)
     how["dialog_turns_per_batch"] = how.pop("frames_per_batch")
     collector = chosen(env, policy=policy, **how, **with_effect(options, chosen))
+    if (InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration) in GREEDY:
+        collector.policy.sampling = replace(collector.policy.sampling, temperature=0.0)
     collector.policy.start()
     return collector
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from rlpost import record
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
+from rlpost.config.paths import BEST, as_model
 from rlpost.evaluation.comparison import compare
 from rlpost.evaluation.saved import held_out_table, read_evaluation
 from rlpost.evaluation.statistics import FEWEST_DIFFERING
-from rlpost.runs.reader import code_of, evaluation_words, read_run
-from rlpost.settings.commands import RunRequest, says_where
+from rlpost.runs.reader import evaluation_words, newest_checkpoint, read_run, step_of
+from rlpost.settings.commands import RunRequest
 from rlpost.text import counted
 from rlpost.train.progress import Closing, Progress, decisive
 
@@ -20,13 +20,8 @@ from rlpost.train.progress import Closing, Progress, decisive
 def stopped_line(request: RunRequest) -> str:
     """After which step a signal has ended the run, and the command that goes on from there."""
     saved = newest_checkpoint(request.folder)
-    where = "" if says_where(request.command) else f" --out {shlex.quote(str(request.folder))}"
-    again = f"the same command with --resume auto{where}"
-    if saved is not None:  # resuming takes the settings from the run folder, but no code
-        verb = " ".join(request.command[:3])
-        again = f"{verb} --resume {shlex.join([str(request.folder), *code_of(request.overrides)])}"
     after = "before the first step" if saved is None else f"after step {step_of(saved)}"
-    return f"stopped {after}; to go on: {again}"
+    return f"stopped {after}; to go on: {read_run(request.folder).to_go_on}"
 
 
 def before_and_after(progress: Progress) -> list[str]:
@@ -37,17 +32,10 @@ def before_and_after(progress: Progress) -> list[str]:
     if progress.eval_before is None or progress.eval_after is None:
         return []
     found = [each for each in record.held_out(progress.eval_before, progress.eval_after) if each.before and each.after]
-    counts = [each.after.prompts for each in found if each.after and each.key not in record.OF_ROWS]
-    count = counts[-1] if counts else None
+    count = record.prompts_of(found)
     on = ", held out" if count is None else f" on {counted(count, 'held-out prompt')}"
-    lines = ["", f"before and after training{on}, 95% intervals"]
-    for each in found:
-        unit = "row" if each.key in record.OF_ROWS else "prompt"
-        texts = [figure.as_text(unit, shown=count) for figure in (each.before, each.after) if figure]
-        lines.append(f"  {each.name:<18}{'  ->  '.join(texts)}")
-    if any(each.key == record.STRICT for each in found):
-        lines.append(f"  {record.MEANS_STRICT}")
-    return lines
+    lines = [f"  {line}" for line in record.held_out_lines(found, count)]
+    return ["", f"before and after training{on}, 95% intervals", *lines]
 
 
 def last_lines(closing: Closing, request: RunRequest, progress: Progress) -> list[str]:

@@ -25,7 +25,6 @@ from rlpost.settings import (
     EnvSettings,
     ExpertIterationSettings,
     FineTuningSettings,
-    GRPOSettings,
     LoRASettings,
     MixSettings,
     OptimSettings,
@@ -33,7 +32,7 @@ from rlpost.settings import (
     ToolsSettings,
 )
 from rlpost.settings.commands import HeldOutSettings, SampledSettings, samples_per_prompt
-from rlpost.settings.loss import RatioTo, SamplerCorrection
+from rlpost.settings.loss import SamplerCorrection
 from rlpost.settings.model import Autocast, ModelSettings
 from rlpost.settings.policy import ClusterSettings, ModelPolicySettings, PolicySettings, Sharding
 from rlpost.text import counted
@@ -69,7 +68,6 @@ class Seen:
     bad_rows: int = 0
     held_out: int | None = None  # prompts or rows
     prompts_held_out: int | None = None  # where rows are measured, and replies too
-    longest_prompt: int | None = None  # tokens
     tokens: Tokens | None = None
     notes: Sequence[str] = ()  # on the model and the data
     is_resumed: bool = False
@@ -174,36 +172,21 @@ class SampledFacts(TrainingFacts):
         ]
         if settings.lag:
             older = f"completions may be {counted(settings.lag, 'version')} older than the policy"
-            facts.append(Fact("lag", "; ".join(filter(None, [older, self.correction()]))))
+            given = {key: getattr(settings.loss, key, None) for key in ("ratio_to", "sampler_correction")}
+            corrections = [f"loss.{key}={value.name}" for key, value in given.items() if value is not None]
+            facts.append(Fact("lag", "; ".join([older, *corrections])))
         if seen.ranks > 1 and not settings.elsewhere and seen.needs is not None and seen.needs.work.on_gpu:
             gpus = ",".join(map(str, range(seen.ranks)))
             words = f"collector.players={seen.ranks} collector.gpus=[{gpus}] max_policy_lag=0 policy.sleep=true"
             facts.append(Fact("policy", note=f"rank 0's GPU alone samples; on all: collector=async {words}"))
         return facts
 
-    def correction(self) -> str:
-        """How stale completions are corrected; empty where nothing is to be said."""
-        return ""
-
     def evaluations(self) -> list[Fact]:
         """See `TrainingFacts.evaluations`."""
         held_out, env, known = self.settings.eval, self.settings.env, self.seen.held_out
         samples = samples_per_prompt(held_out.k, held_out.samples)
         how = "greedy" if samples == 1 else f"{samples} completions each, k={held_out.k}"
-        return _evaluations(held_out, env, f"{_size(held_out, env, known, 'held-out prompt')}, {how}", prompts=known)
-
-
-class GRPOFacts(SampledFacts):
-    """Facts of a training on rewarded completions."""
-
-    def correction(self) -> str:
-        """See `SampledFacts.correction`."""
-        loss = self.settings.loss
-        if loss.ratio_to is RatioTo.sampler:
-            return "the ratio of the loss corrects for it (loss.ratio_to=sampler)"
-        correction = loss.sampler_correction or SamplerCorrection.none
-        done = "nothing corrects for it" if correction is SamplerCorrection.none else "pi_old / mu corrects for it"
-        return f"{done} (loss.sampler_correction={correction.name})"
+        return _evaluations(held_out, env, f"{_size(held_out, env, known, 'held-out prompt')}, {how}", known, "prompt")
 
 
 class ExpertIterationFacts(SampledFacts):
@@ -223,10 +206,6 @@ class DistillFacts(SampledFacts):
         """See `TrainingFacts.own`."""
         teacher = self.settings.teacher or f"the model itself, told: {self.settings.hint}"
         return [*super().own(), Fact("teacher", teacher)]
-
-    def correction(self) -> str:
-        """See `SampledFacts.correction`."""
-        return f"{'pi / mu' if self.settings.loss.reads_sampler else 'nothing'} corrects for it"
 
 
 class TuningFacts(TrainingFacts):
@@ -258,16 +237,12 @@ class TuningFacts(TrainingFacts):
 
     def evaluations(self) -> list[Fact]:
         """See `TrainingFacts.evaluations`."""
-        from rlpost.evaluation.statistics import few_rows
-
         held_out, env, known = self.settings.eval, self.settings.env, self.seen.held_out
         accuracy = " and accuracy of greedy replies" if held_out.accuracy else ""
         words = f"{self.figures} on {_size(held_out, env, known, 'held-out row')}{accuracy}"
-        facts = _evaluations(held_out, env, words, prompts=self.seen.prompts_held_out)
-        if not held_out.accuracy and known is not None and (few := few_rows(known)):
-            is_limited = known == (held_out.limit or env.eval_limit)
-            facts.append(Fact("eval", note=f"{few}; {more_held_out(env, is_limited=is_limited)}"))
-        return facts
+        if held_out.accuracy:
+            return _evaluations(held_out, env, words, self.seen.prompts_held_out, "prompt")
+        return _evaluations(held_out, env, words, known, "row")
 
 
 class PairFacts(TuningFacts):
@@ -279,7 +254,6 @@ class PairFacts(TuningFacts):
 
 # kind of training -> its facts; the first that a settings class derives from counts
 KINDS: dict[type, type[TrainingFacts]] = {
-    GRPOSettings: GRPOFacts,
     ExpertIterationSettings: ExpertIterationFacts,
     DistillSettings: DistillFacts,
     SampledSettings: SampledFacts,
@@ -296,20 +270,21 @@ def _size(held_out: HeldOutSettings, env: EnvSettings, known: int | None, unit: 
     return f"up to {counted(limit, unit)}" if known is None else counted(min(limit, known), unit)
 
 
-def _evaluations(held_out: HeldOutSettings, env: EnvSettings, words: str, *, prompts: int | None) -> list[Fact]:
-    """The evaluations, what they decide, and a note if the `prompts` that they can play are few."""
-    from rlpost.evaluation.statistics import few_prompts
+def _evaluations(held_out: HeldOutSettings, env: EnvSettings, words: str, known: int | None, unit: str) -> list[Fact]:
+    """The evaluations, what they decide, and a note if the `known` prompts or rows that they measure are few."""
+    from rlpost.evaluation.statistics import few
 
     often = f", and every {counted(held_out.every, 'step')}" if held_out.every else ""
     facts = [Fact("eval", f"{words}; before and after training{often}")]
-    played = None if prompts is None else min(held_out.limit or env.eval_limit, prompts)
+    limit = held_out.limit or env.eval_limit
+    played = None if known is None else min(limit, known)
     decide = (played or 0) // 2 if held_out.stops else 0
     if held_out.stops:
         keys = ", ".join(f"{key}={getattr(held_out, key.partition('.')[2]):g}" for key in held_out.stops)
-        both = "" if played is None else f": {decide} held-out prompts decide, {played - decide} others are reported"
+        both = "" if played is None else f": {decide} held-out {unit}s decide, {played - decide} others are reported"
         facts.append(Fact("ends", f"early by {keys}{both}"))
-    if played is not None and (few := few_prompts(played - decide)):
-        facts.append(Fact("eval", note=f"{few}; {more_held_out(env, is_limited=played < (prompts or 0))}"))
+    if played is not None and (note := few(played - decide, unit)):
+        facts.append(Fact("eval", note=f"{note}; {more_held_out(env, is_limited=played == limit)}"))
     return facts
 
 
@@ -342,7 +317,7 @@ def name_of_data(env: EnvSettings) -> str:
 
 
 def data_facts(env: EnvSettings, seen: Seen | None = None, rows: str = "") -> list[Fact]:
-    """The environment and its rows, each source of a mix, and the longest prompt; `rows` are those trained on."""
+    """The environment and its rows, and each source of a mix; `rows` are those trained on."""
     counts = [rows]
     if seen is not None and rows:
         counts += [f"{seen.held_out} held out"] if seen.held_out else []
@@ -353,9 +328,6 @@ def data_facts(env: EnvSettings, seen: Seen | None = None, rows: str = "") -> li
     for each in sources:
         what = [each.text, *_rewards(each.settings), f"at most {each.settings.max_completion_tokens} tokens each"]
         facts.append(Fact("source", f"{each.name}, {each.weight / whole:.1%} of the prompts: {', '.join(what)}"))
-    if seen is not None and seen.longest_prompt is not None:
-        longest = f"the longest has {seen.longest_prompt:,} tokens, without the chat template's and any tools'"
-        facts.append(Fact("prompts", f"{longest}; at most {env.max_prompt_tokens:,}"))
     return facts
 
 
@@ -403,13 +375,11 @@ def _fetch(fetch: Fetch) -> Fact:
 
 
 def needs_facts(needs: Needs) -> list[Fact]:
-    """The estimate of memory, disk and time, and whether they suffice."""
+    """The estimate of memory and disk, and whether they suffice."""
     facts = [Fact("memory", needs.memory_text(on_gpu=True))] if needs.work.on_gpu else []
     facts += [Fact("memory", needs.memory_text(on_gpu=False)), Fact("disk", needs.disk_text)]
     if (pushes := needs.pushed_by_disk) is not None:
         facts.append(Fact("push", note=f"weights are pushed {pushes}: {MORE_SHARED}"))
-    if (seconds := needs.step_seconds) is not None and seconds[1] >= 1:
-        facts.append(Fact("time", needs.time_text(*seconds)))
     if (reason := needs.impossible()) is not None:
         return [*facts, Fact("fits", f"no: {reason}")]
     if needs.may_not_fit:

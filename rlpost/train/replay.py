@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from rlpost.config.paths import step_of
 from rlpost.config.schema import flat
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
@@ -24,15 +23,16 @@ from rlpost.errors import ConfigError
 from rlpost.model.device import compute_deterministically
 from rlpost.model.packing import Row, pack
 from rlpost.model.precision import this_device
-from rlpost.model.trainable import Trainable, load_trainable, starting_tokenizer
+from rlpost.model.trainable import Trainable, load_trainable
 from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import LENGTH_PART, PART
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective
 from rlpost.record import PRECISION
 from rlpost.runs.checkpoint import verify
-from rlpost.runs.reader import RunRecord
+from rlpost.runs.reader import RunRecord, step_of
 from rlpost.settings import Autocast, ExpertIterationSettings, GRPOSettings, SamplerCorrection
+from rlpost.text import shortened
 from rlpost.train import expert_iteration, grpo
 from rlpost.train.assemble import policy_objective
 from rlpost.train.progress import CORRECTION_METRICS, Progress
@@ -42,7 +42,6 @@ from rlpost.train.step import Step
 from rlpost.train.update import Microbatches, Update, gradient_of, of_each_row
 
 EXACT, ROUNDED = 1e-6, 1e-3  # how far a loss may be from the recorded one, without autocast and with
-MOST_TOKENS = 10  # that are listed
 ONE_MICROBATCH = 1 << 62  # more tokens than any minibatch has
 Replayable = GRPOSettings | ExpertIterationSettings
 # how the names of an update's figures begin, among the metrics of its step
@@ -62,19 +61,12 @@ class Computed:
     updates: int  # that the step makes
     rows: Sequence[Row]  # of the step; the update has given the rows it read the trainer's log-probs
     weights: dict[int, torch.Tensor]
-    gradient: list[torch.Tensor | None] = field(default_factory=list)  # of each parameter
+    gradient: list[torch.Tensor] = field(default_factory=list)  # of each parameter
 
-
-@dataclass
-class MovedToken:
-    """A token whose weight in the gradient differs between two settings."""
-
-    completion: str  # "group 3, sample 1"
-    place: int  # in the completion, from 0
-    text: str
-    probability: float
-    was: float
-    becomes: float
+    @property
+    def finite(self) -> dict[str, float | None]:
+        """The figures, with None for those that are not finite."""
+        return {name: value if math.isfinite(value) else None for name, value in self.figures.items()}
 
 
 @dataclass
@@ -90,7 +82,7 @@ class Replay:
     other: Computed | None = None
     cosine: float | None = None  # of both gradients; None where one is 0
     norm_ratio: float | None = None
-    tokens: list[MovedToken] = field(default_factory=list)  # the largest differences first
+    moved: int = 0  # how many tokens have another weight in the gradient
 
     @property
     def losses(self) -> dict[str, tuple[float, float | None]]:
@@ -125,14 +117,9 @@ def check_step(record: RunRecord, step: int | None) -> int:
         return steps[-1]
     if step in steps:
         return step
-    run = record.folder
-    shown = ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-3:]]))
-    near = min(steps, key=lambda each: abs(each - step))
     lost = step not in record.rollout_steps
     why = "its completions are not kept" if lost else f"no checkpoint of step {step - 1} is kept"
-    raise ConfigError(
-        f"step {step} cannot be replayed: {why}; these can be: {shown}; rlpost runs replay {run} --step {near}"
-    )
+    raise ConfigError(f"step {step} cannot be replayed: {why}; these can be: {shortened(str(steps)[1:-1], 60)}")
 
 
 def replay(
@@ -163,15 +150,14 @@ def replay(
     table = record.rollouts(step)
     given = trials[0].batch(table)
     tell("loading the model")
-    tokenizer, _ = starting_tokenizer(settings.model, settings.lora.path, checkpoint)
     trainable = load_trainable(both[0], checkpoint, with_reference=any(each.needs_reference for each in both))
     computed = []
     for trial in trials:
         tell(f"computing the update{'' if trial is trials[0] else ' with the other settings'}")
         computed.append(trial.first_update(trainable, given))
         if len(both) > 1:
-            gradient = [None if p.grad is None else p.grad.detach().cpu() for p in trainable.model.parameters()]
-            computed[-1].gradient = gradient
+            parameters = trainable.model.parameters()
+            computed[-1].gradient = [torch.zeros(()) if p.grad is None else p.grad.detach().cpu() for p in parameters]
         trainable.optimizer.zero_grad(set_to_none=True)
     was, becomes = computed[0], computed[1] if len(computed) > 1 else None
     replayed = Replay(
@@ -184,9 +170,8 @@ def replay(
         other=becomes,
     )
     if becomes is not None:
-        names = [f"group {row['group']}, sample {row['sample']}" for row in table]
         replayed.cosine, replayed.norm_ratio = _compared(was.gradient, becomes.gradient)
-        replayed.tokens = _moved(was, becomes, names, tokenizer)
+        replayed.moved = _moved(was, becomes)
     return replayed
 
 
@@ -326,37 +311,20 @@ def _apart(was: Computed, table: Sequence[Completion]) -> float | None:
     return max(found, default=None)
 
 
-def _compared(
-    was: Sequence[torch.Tensor | None], becomes: Sequence[torch.Tensor | None]
-) -> tuple[float | None, float | None]:
+def _compared(was: Sequence[torch.Tensor], becomes: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
     """The cosine of two gradients and the second's norm divided by the first's; None where a norm is 0."""
-    dot = first = second = 0.0
-    for a, b in zip(was, becomes, strict=True):
-        first += 0.0 if a is None else a.double().square().sum().item()
-        second += 0.0 if b is None else b.double().square().sum().item()
-        if a is not None and b is not None:
-            dot += (a.double() * b.double()).sum().item()
+    first, second = (math.sqrt(sum(each.double().square().sum().item() for each in side)) for side in (was, becomes))
     if not first:
         return None, None
-    return dot / math.sqrt(first * second) if second else None, math.sqrt(second / first)
+    dot = sum((a.double() * b.double()).sum().item() for a, b in zip(was, becomes, strict=True))
+    return dot / (first * second) if second else None, second / first
 
 
-def _moved(was: Computed, becomes: Computed, names: Sequence[str], tokenizer: Any) -> list[MovedToken]:
-    """The tokens whose weights differ most between two settings, at most `MOST_TOKENS`."""
-    found: list[tuple[float, int, int, float, float]] = []
+def _moved(was: Computed, becomes: Computed) -> int:
+    """How many tokens have different weights under the two settings."""
+    moved = 0
     for place, row in enumerate(was.rows):
         unread = torch.zeros(row.response.numel())
         before, after = (each.weights.get(place, unread) for each in (was, becomes))
-        most = (after - before).abs().topk(min(MOST_TOKENS, row.response.numel()))
-        found += [
-            (size, place, at, float(before[at]), float(after[at]))
-            for size, at in zip(most.values.tolist(), most.indices.tolist(), strict=True)
-            if size
-        ]
-    moved = []
-    for _, place, at, *weights in sorted(found, key=lambda each: -each[0])[:MOST_TOKENS]:
-        row = (was if place in was.weights else becomes).rows[place]
-        assert row.trainer_log_probs is not None
-        text, probability = tokenizer.decode([int(row.response[at])]), math.exp(row.trainer_log_probs[at])
-        moved.append(MovedToken(names[place], at, text, probability, *weights))
+        moved += int((before != after).sum())
     return moved

@@ -29,7 +29,6 @@ from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.row_checks import look_at_rows
 from rlpost.errors import DataError, RlpostError
-from rlpost.evaluation.pass_rates import choose_demonstrations, wanted_rates
 from rlpost.evaluation.saved import demonstration_row
 from rlpost.model.load import context_length
 from rlpost.model.packing import Row
@@ -37,7 +36,7 @@ from rlpost.model.trainable import load_trainable, starting_tokenizer
 from rlpost.policies.build import build_policy
 from rlpost.record import Fact
 from rlpost.screen import Screen
-from rlpost.settings import EnvSettings, FineTuningSettings, OwnRowsSettings, SamplingSettings
+from rlpost.settings import FineTuningSettings, OwnRowsSettings, SamplingSettings
 from rlpost.text import counted
 from rlpost.train.facts import Seen, Tokens, facts_of, trained_on_too
 from rlpost.train.parts import HeldOut, ObjectiveT, Parts
@@ -268,8 +267,8 @@ def assemble_rows(
     encoder = kind.encoder(tokenizer, settings.max_tokens)
     shown = kind.shown_of(env)
     data = {"train": env.content(shown)}
-    samples, bad_rows, chosen_by = read_samples(env, shown, settings.env, encoder, settings.max_bad_share)
-    notes += [chosen_by, shown.not_used if shown else None]
+    samples, bad_rows = read_samples(env, shown, encoder, settings.max_bad_share)
+    notes.append(shown.not_used if shown else None)
     held_out: list[E] = []
     first: list[Demonstration] = []
     bad_held_out, shared = BadRows(), 0
@@ -342,23 +341,21 @@ def loss_rows(
 
 
 def read_samples(
-    env: DatasetChatEnv, shown: ShownRows | None, settings: EnvSettings, encoder: RowEncoder[E], max_bad_share: float
-) -> tuple[OrderedRows[E], BadRows, str | None]:
-    """The rows of `env`, `shown` if they are numbered, in their order; and a note on how they were chosen.
+    env: DatasetChatEnv, shown: ShownRows | None, encoder: RowEncoder[E], max_bad_share: float
+) -> tuple[OrderedRows[E], BadRows]:
+    """The rows of `env`, `shown` if they are numbered, in their order.
 
-    Beyond `faults.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
+    Beyond `faults.ALL_UP_TO` rows are encoded when they are asked for.
     """
-    note = None
-    if shown is None or wanted_rates(settings) is not None:
-        demonstrations, note = choose_demonstrations(env, settings)
-        samples, bad = encode_all(demonstrations, encoder, max_bad_share=max_bad_share)
+    if shown is None:
+        samples, bad = encode_all(env.demonstrations(), encoder, max_bad_share=max_bad_share)
     elif len(shown) <= faults.ALL_UP_TO:
         samples, bad = encode_all(shown.in_turn(), encoder, max_bad_share=max_bad_share)
     else:
         samples = LazySamples(shown, encoder, max_bad_share=max_bad_share)
         bad = samples.malformed
     digests = samples.digests if isinstance(samples, LazySamples) else _digests_of(samples)
-    return OrderedRows(samples, shuffle=env.shuffle, seed=env.seed, digests=digests), bad, note
+    return OrderedRows(samples, shuffle=env.shuffle, seed=env.seed, digests=digests), bad
 
 
 def _shared(samples: Sequence[Encoded], held_out: Sequence[Encoded]) -> int:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 import torch
 import yaml
 
-from rlpost.config.paths import newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
 from rlpost.estimate.machine import ranks_started
@@ -37,6 +36,7 @@ from rlpost.output import output_into
 from rlpost.record import Fact
 from rlpost.runs.checkpoint import Saving, kept_precision, load_checkpoint, restore_moments
 from rlpost.runs.folder import RunFolder
+from rlpost.runs.reader import newest_checkpoint, step_of
 from rlpost.screen import Screen
 from rlpost.settings import FineTuningSettings, SampledSettings, TrackerSettings, TrackingSettings, VLLMSettings
 from rlpost.settings.commands import RunRequest

@@ -67,8 +67,7 @@ def test_a_step_is_replayed_beside_other_settings(rlpost: CommandLine) -> None:
     assert (told["step"], told["agrees"], told["updates"]) == (3, True, 1)
     assert told["losses"]["loss/policy"]["recorded"] == read_run(Path("runs/mine")).metrics[2]["loss/policy"]
     assert told["with"]["settings"] == words[5:]
-    assert len(told["tokens"]) == 10
-    assert told["tokens"][0].keys() == {"completion", "place", "text", "probability", "was", "becomes"}
+    assert told["tokens_moved"] > 0
 
 
 def test_a_step_is_replayed_as_it_was(rlpost: CommandLine) -> None:

@@ -211,7 +211,6 @@ def test_a_sweep_is_compared_by_its_settings_over_their_seeds(
     says("runs", found)
     assert not [line for line in lines if "paired" in line]
     assert lines[table] in rlpost("runs show lrs")
-    assert "sweep lrs: " in rlpost("runs list")
 
 
 def test_a_sweep_stands_for_its_runs_beside_other_runs(sweep: Path, rlpost: CommandLine) -> None:

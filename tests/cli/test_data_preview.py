@@ -12,6 +12,7 @@ import pytest
 from rlpost.cli.data import preview_lines
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.encoding import Encoder
+from rlpost.envs.row_report import preview_of
 from tests.command_line import CommandLine
 from tests.says import Says
 
@@ -105,6 +106,6 @@ def test_in_colours_what_is_trained_is_green_and_the_rest_dim(
     monkeypatch.setattr("rlpost.cli.terminal.takes_colour", lambda stream: True)
     monkeypatch.setattr("rlpost.cli.data.takes_colour", lambda stream: True)
     shown = Demonstration("row 1", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
-    lines = preview_lines([shown], shown, Encoder(tiny_tokenizer), 0.1)
+    lines = preview_lines(preview_of([shown], shown, Encoder(tiny_tokenizer)), 0.1)
     assert "\x1b[32mHo\x1b[0m\x1b[32m\x1b[1m<|im_end|>\x1b[0m" in lines
     assert "\x1b[2mHi\x1b[0m\x1b[2m<|im_end|>\x1b[0m" in lines

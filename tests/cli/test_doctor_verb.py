@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rlpost.cli import doctor
+from rlpost.doctor import machine
 from tests.command_line import CommandLine
 
 
@@ -26,7 +26,7 @@ def test_machine_as_json_has_null_for_what_is_missing(monkeypatch: pytest.Monkey
     from rlpost.model import precision
     from rlpost.settings import DType
 
-    monkeypatch.setattr(doctor, "installed_version", lambda package: None if "vllm" in package else "1.0")
+    monkeypatch.setattr(machine, "installed_version", lambda package: None if "vllm" in package else "1.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(precision, "product_speeds", lambda: {DType.float32: 82.0, DType.bfloat16: 1.2})
     told = rlpost.json("doctor --machine")

@@ -8,8 +8,8 @@ import pytest
 
 from rlpost.catalog import EVAL, TRAIN_DISTILL, TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.plan import compose_and_check
-from rlpost.cli.run_folder import environment_of_runs
 from rlpost.errors import ConfigError
+from rlpost.runs.kept import environment_of_runs
 from tests.model_folders import write_model
 from tests.run_folders import make_run
 

@@ -66,7 +66,7 @@ except SystemExit:
 
 
 def test_training_is_given_the_settings_and_the_request(training: types.SimpleNamespace) -> None:
-    arguments = ["train", "grpo", "env=gsm8k", "steps=3", "--seed", "7", "--name", "first"]
+    arguments = ["train", "grpo", "env=gsm8k", "steps=3", "seed=7", "--name", "first"]
     assert run(arguments) == 0
     assert (training.settings.steps, training.settings.seed) == (3, 7)
     assert training.request == RunRequest(
@@ -136,12 +136,11 @@ def test_a_dry_run_says_what_would_run_and_does_not(
     says("train", "\n".join(plan[:-2]))
 
 
-def test_cfg_and_config_show_print_the_same_yaml(training: types.SimpleNamespace, rlpost: CommandLine) -> None:
-    shown = rlpost("train grpo steps=3 --cfg")
+def test_config_show_prints_yaml(rlpost: CommandLine) -> None:
+    shown = rlpost("config show train grpo steps=3")
     assert "\nsteps: 3\n" in shown
-    for line in ("config show train grpo steps=3", "config show grpo steps=3", "config show steps=3"):
+    for line in ("config show grpo steps=3", "config show steps=3"):
         assert rlpost(line) == shown
-    assert training.request is None
 
 
 def test_lists_name_options_recipes_and_environments(rlpost: CommandLine) -> None:

@@ -35,8 +35,8 @@ VISIBLE = {
         train grpo --resum auto
         train grpo --bananas
         train grpo --config x.yaml
-        train grpo --seed many
-        train grpo --seed -1
+        train grpo --seed 7
+        train grpo seed=-1
         train grpo --resume
         train grpo --beta null
         train grpo --packing true
@@ -51,7 +51,6 @@ VISIBLE = {
         train grpo optim.lr=-1
         train grpo steps=0
         train grpo model.device=gpu
-        train grpo --seed 1 seed=2
         train grpo path=rows.jsonl
         train grpo data=rows.jsonl
         train grpo rows.jsonl

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.paths import MANIFEST, SWEEP_FILE
+from rlpost.config.paths import SWEEP_FILE
+from rlpost.files import MANIFEST
 from tests.command_line import CommandLine
 from tests.run_folders import add_checkpoint
 from tests.says import Says

@@ -43,7 +43,7 @@ def untimed(shown: str) -> str:
 
 def test_a_sound_reward_ends_with_0(rlpost: CommandLine, says: Says) -> None:
     shown = rlpost("reward test ./mine.py:by_level env.path=rows.jsonl")
-    assert re.search(r"(?m)^  ok  gold +earns 1\.6 .* 0$", shown)  # on average: 2, 1, 2, 1, 2
+    assert re.search(r"(?m)^  ok  corrupted +earns 0 on average$", shown)
     says("reward", untimed(shown))
 
 
@@ -61,9 +61,9 @@ def test_faults_end_with_3_and_show_the_reply_inert(capfd: pytest.CaptureFixture
 def test_a_built_in_reward_on_an_environments_rows_as_json(rlpost: CommandLine) -> None:
     told = rlpost.json("reward test exact env=arithmetic --rows 3")
     assert (told["reward"], told["rows"].split()[:3]) == ("exact", ["3", "rows", "of"])
-    assert (told["ok"] + told["weak"], told["fault"]) == (14, 0)
+    assert (told["ok"] + told["weak"], told["fault"]) == (13, 0)
     assert {check["name"] for check in told["checks"] if check["verdict"] == "weak"} <= {"very long"}  # a slow machine
-    assert [check["name"] for check in told["checks"]][:4] == ["returns", "gold", "corrupted", "values"]
+    assert [check["name"] for check in told["checks"]][:2] == ["returns", "values"]
     assert all(set(check) == {"name", "verdict", "reason", "reply"} for check in told["checks"])
 
 
@@ -96,7 +96,7 @@ def test_a_plugins_reward_is_attacked_in_a_process_of_its_own(rlpost: CommandLin
         "text.strip() == wanted) for text, wanted in zip(completions, answer)])\n"
     )
     told = rlpost.json("reward test elsewhere plugin=./plug.py")
-    assert (told["ok"], told["weak"], told["fault"]) == (14, 0, 0)
+    assert (told["ok"], told["weak"], told["fault"]) == (13, 0, 0)
 
 
 def test_a_reward_without_a_right_answer_skips_the_gold_attacks(rlpost: CommandLine, says: Says) -> None:
@@ -104,13 +104,3 @@ def test_a_reward_without_a_right_answer_skips_the_gold_attacks(rlpost: CommandL
     Path("asks.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n')
     for words in ("env.path=rows.jsonl env.gold=false", "env.path=asks.jsonl"):
         says("reward", untimed(rlpost(f"reward test ./brief.py:brief {words}")))
-
-
-def test_attacks_that_fail_for_one_reason_share_a_line(rlpost: CommandLine, says: Says) -> None:
-    Path("fragile.py").write_text(
-        "def fragile(completions, answer, **others):\n"
-        "    return [float(int(c.split()[-1]) == a) for c, a in zip(completions, answer)]\n"
-    )
-    shown = rlpost("reward test ./fragile.py:fragile env.path=rows.jsonl", 3)
-    assert shown.count("ValueError") == 1
-    says("reward", untimed(shown))

@@ -88,8 +88,6 @@ def test_completions_are_chosen_and_sorted(shown: Shown) -> None:
     named = {f"step 2, group {group}, sample {sample}": i for i, (group, sample, *_) in enumerate(SAMPLES)}
     for words, expected in {
         "--group 5": [2, 3],
-        "--sample 1": [1, 3],
-        "--group 4 --sample 1": [1],
         "--sort length": [2, 0, 1, 3],
         "--sort length --reverse": [3, 1, 0, 2],
         "--sort reward --limit 1": [0],
@@ -143,10 +141,10 @@ def test_a_search_as_blocks_and_as_json(shown: Shown) -> None:
 
 
 def test_long_completions_are_cut_with_a_count_unless_full_is_asked_for(shown: Shown) -> None:
-    cut = shown("a --group 5 --sample 0")
+    cut = shown("a --group 5")
     assert cut.count("word") == 16 * 19  # lines of 96 columns
     assert "  | … 480 more " in cut
-    assert shown("a --group 5 --sample 0 --full").count("word") == 400
+    assert shown("a --group 5 --full").count("word") == 400
 
 
 def test_show_as_json(shown: Shown) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.run_folder import choose_folder, choose_sweep_folder, recorded_settings
+from rlpost.cli.run_folder import choose_folder, choose_sweep_folder
 from rlpost.config.paths import SWEEP_FILE
 from rlpost.errors import CheckpointError, ConfigError
+from rlpost.runs.kept import recorded_settings
 from tests.run_folders import add_checkpoint
 
 

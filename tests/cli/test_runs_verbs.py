@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlpost.cli import views
-from rlpost.config.paths import MANIFEST
+from rlpost.files import MANIFEST
 from rlpost.record import BEGAN, FAILED, STOPPED
 from tests.command_line import CommandLine
 from tests.run_folders import add_checkpoint, evaluation, make_run, step_row, verdict
@@ -140,7 +140,7 @@ def test_a_reward_of_ones_own_is_shown_with_its_interval(rlpost: CommandLine) ->
     after = {"eval/prompts": 4.0, "eval/reward": 0.406, "eval/reward_low": 0.2, "eval/reward_high": 0.612}
     make_run(Path("runs/a"), [{"step": 0, **before}, step_row(1, 0.3), step_row(2, 0.4, **after)])
     shown = rlpost("runs show a")
-    assert "held-out    reward   0.221 [0.100, 0.342]   ->  0.406 [0.200, 0.612]\n" in shown
+    assert "0.221 [0.100, 0.342]  ->  0.406 [0.200, 0.612]\n" in shown
     assert ", on 4 prompts, 95% " in shown
     assert " 0.22→0.41 ±0.21 n=4 " in rlpost("runs list")
 

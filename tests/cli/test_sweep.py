@@ -88,7 +88,6 @@ BAD = """
     train grpo -m seed=0,1 group_size=3 minibatch_size=4
     train grpo -m policy=transformers,scripted cluster.sharding=full cluster.trainer_ranks=2
     train grpo -m steps=3
-    train grpo -m seed=0,1 --cfg
     train grpo -m seed=0,1 --resume runs/x
     train grpo -m seed=0,1 --name a/b
     train grpo optim.lr=1e-5,2e-5
@@ -236,7 +235,7 @@ def test_a_dry_run_lists_the_jobs_and_writes_nothing(rlpost: CommandLine, says: 
 
 def test_a_recipe_and_overrides_are_swept_together(child: Child, rlpost: CommandLine) -> None:
     commands = child(RESULT)
-    rlpost("train grpo -m recipe=arithmetic-smollm2-cpu env.digits=1,2 --seed 3")
+    rlpost("train grpo -m recipe=arithmetic-smollm2-cpu env.digits=1,2 seed=3")
     assert [command[6:9] for command in commands] == [
         ["recipe=arithmetic-smollm2-cpu", f"env.digits={digits}", "seed=3"] for digits in (1, 2)
     ]

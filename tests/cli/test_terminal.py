@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from rlpost.cli.terminal import paragraph
+from rlpost.text import paragraph
 
 
 def test_a_paragraph_breaks_between_words_and_keeps_its_lines() -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
-from rlpost.cli.run_folder import kept_settings
 from rlpost.cli.sweep import SweepOptions, job_command, plan
 from rlpost.config.code import is_code
 from rlpost.config.compose import compose
 from rlpost.config.explain import write_starter
 from rlpost.config.overrides import Override
 from rlpost.errors import ConfigError, RlpostError
+from rlpost.runs.kept import kept_settings
 from rlpost.runs.reader import code_of
 from rlpost.settings.env import PythonSandbox, TextGameSettings
 from tests.run_folders import add_checkpoint, make_run

@@ -73,7 +73,7 @@ def key_typos(command: Command[Any], sampled: random.Random) -> Iterator[tuple[s
         for option in rows:
             choices = usual | ({group: option} if group else {})
             names = keys_under(command, choices)
-            words = Vocabulary(command, names, choices)
+            words = Vocabulary(command, choices)
             for word in {*names, *groups, "recipe"} - asked:
                 asked.add(word)
                 made = [*typos(word, sampled), *misplaced(word, groups)]
@@ -91,7 +91,7 @@ def misplaced(key: str, groups: Sequence[str]) -> list[str]:
 
 def option_typos(sampled: random.Random) -> Iterator[tuple[str, str, str]]:
     for command in COMMANDS:
-        words = Vocabulary.by_default(command)
+        words = Vocabulary(command, default_choices(command))
         for group in words.choices:
             for option in options(group, command):
                 for typo in typos(option, sampled)[::6]:
@@ -163,7 +163,7 @@ OTHER_WORDS = {
 def answer(command: Command[Any], word: str) -> str:
     """The answer to a word of another tool."""
     key, _, text = word.partition("=")
-    return Vocabulary.by_default(command).complaint(Override(key, text))
+    return Vocabulary(command, default_choices(command)).complaint(Override(key, text))
 
 
 def test_words_of_other_tools_lead_to_the_word_here(says: Says) -> None:

@@ -74,18 +74,6 @@ def test_messages_may_be_json_as_a_csv_file_has_them() -> None:
     assert read_messages('[{"role": "user", "content": "Hi"}]', "messages") == CHAT[:1]
 
 
-def test_json_written_as_text_holds_no_more_than_a_row_may() -> None:
-    text = '[{"role": "user", "content": "\\ud800"}]'
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
-    for row, column in (
-        ({"messages": text}, "messages"),
-        ({"messages": [call]}, "messages"),
-        ({"messages": CHAT, "tools": text}, "tools"),
-    ):
-        with pytest.raises(FormatError, match=f"field '{column}': .*surrogate"):
-            read(row)
-
-
 def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     assert read_messages([{"role": "user", "content": parts, "name": None}], "messages") == CHAT[:1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +9,10 @@ from typing import Any
 import pytest
 
 from rlpost.data.demonstrations import Demonstration
-from rlpost.data.encoding import Encoder, LazySamples, encode_all
 from rlpost.envs import ArithmeticEnv, ChatEnv, GSM8KEnv
-from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.gsm8k import SYSTEM_PROMPT
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards import gsm8k, numbers
-from rlpost.settings import DatasetSettings
 from tests.envs.own_rows import env_of
 from tests.says import Says
 
@@ -86,25 +81,6 @@ ALPACA = {"instruction": "Hi", "output": "Ho"}
 def test_prompt_and_completion_become_one_turn(tmp_path: Path, row: Any, settings: Any, question: str) -> None:
     [demonstration] = shown(tmp_path, [row], **settings)
     assert demonstration.messages == [{"role": "user", "content": question}, CHAT[1]]
-
-
-def test_half_a_character_in_json_of_a_csv_cell_is_a_bad_row(
-    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, says: Says
-) -> None:
-    """Among few rows, all encoded at the start, and among many, encoded when they are drawn."""
-    file = tmp_path / "rows.csv"
-    good = json.dumps(CHAT)
-    with file.open("w", newline="") as stream:
-        csv.writer(stream).writerows([["messages"], [good], [good.replace("Ho", "\\ud800")], [good]])
-    shown = DatasetEnv(DatasetSettings(path=str(file), reward=[], held_out=0.0)).demonstrated()
-    encoder = Encoder(tiny_tokenizer)
-    samples, bad = encode_all(shown.in_turn(), encoder)
-    assert len(samples) == 2
-    says("data", "\n".join(bad.lines()))
-    monkeypatch.setattr("rlpost.data.faults.SAMPLE", 1)
-    lazy = LazySamples(shown, encoder)  # as of more than 100,000 rows
-    assert [*lazy] == samples
-    assert lazy.malformed.lines() == bad.lines()
 
 
 def test_text_is_shown_as_text(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calls of games in kept threads: one left behind ends and disturbs no other."""
+"""Calls of games in threads: one left behind ends and disturbs no other."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from contextlib import suppress
 from typing import Any
 
 from rlpost.envs.draws import Draws
-from rlpost.envs.game_calls import make_calls
+from rlpost.envs.game_calls import Called, make_calls
 
 
-class Playing:
+class Playing(Called):
     """A game with one pending call."""
 
     def __init__(self, act: Callable[[], Any], seconds: float = 60.0) -> None:
-        self.name, self.draws = "Game", Draws(1)
-        self.error: str | None = None
-        self.failure: BaseException | None = None
-        self.calls: list[tuple[str, float, Callable[[], None]]] = [("step", seconds, act)]
+        super().__init__("Game", Draws(1))
+        self.calls = [("step", seconds, act)]
 
 
 def test_a_call_left_behind_ends_with_its_thread() -> None:
@@ -60,7 +58,7 @@ def test_many_calls_left_behind_hit_no_call_behind_them() -> None:
     def swallow() -> None:
         until = time.monotonic() + 0.02
         while time.monotonic() < until:
-            with suppress(SystemExit):  # the thread is not reused all the same
+            with suppress(SystemExit):
                 time.sleep(0.001)
 
     for _ in range(20):

@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false
 # TensorDict.set takes a list of str, which its annotation leaves out
-"""Prompts with instructions: rows, scoring on both faces, the score's own data, and the proof."""
+"""Prompts with instructions: rows, scoring on both faces, and the score's own data."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ from rlpost.data.conversation import Conversation
 from rlpost.envs import ChatEnv, IFEvalEnv, IFEvalScoreData, IfEvalScorer
 from rlpost.envs.build import build_env
 from rlpost.envs.ifeval import ANSWER_PROMPT
-from rlpost.envs.proof import prove
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.ifbench import IFBENCH
 from rlpost.settings import IFBenchSettings
 from tests.envs.own_rows import answer, answered, write_rows
 from tests.rewards.instruction_data import (
     IFBENCH_ROWS,
-    IFEVAL_ROWS,
     NLTK_DATA,
     find_nltk_data_in,
     needs_ifbench,
-    needs_ifeval,
 )
 from tests.says import Says
 
@@ -219,27 +216,6 @@ def test_the_scorer_may_leave_the_reward_to_others() -> None:
     assert scored["ifeval_score"].prompt_level_strict_acc.tolist() == [[1.0], [0.0]]
 
 
-# The proof
-
-
-@needs_ifeval
-@pytest.mark.parametrize("answer_only", [False, True])
-def test_replies_made_for_each_instruction_are_scored_rightly(answer_only: bool) -> None:
-    env = IFEvalEnv(str(IFEVAL_ROWS), split="test", held_out=1.0, answer_only=answer_only)
-    assert env.num_tasks == 541
-    proof = prove(env)
-    assert (proof.failures, proof.checked) == ([], 380)
-    assert proof.replies == 380 * (5 if answer_only else 4)
-
-
-def test_a_proof_finds_a_reward_that_is_wrong() -> None:
-    class Blind(IFEvalEnv):
-        def score(self, conversation: Conversation) -> Any:
-            return IFEvalEnv([QUOTED]).scorer.score_conversation(replied(IFEvalEnv([QUOTED]), '"So."'))
-
-    assert len(prove(Blind([QUOTED])).failures) == 3
-
-
 def test_completions_are_learned_from_where_rows_have_them() -> None:
     learned = list(IFEvalEnv([QUOTED | {"completion": '"So."'}]).demonstrations())
     assert learned[0].where.endswith(", row 1")
@@ -257,8 +233,7 @@ def test_ifbench_is_played_and_has_no_gold_answers() -> None:
     assert (type(env).__name__, env.num_tasks) == ("IFBenchEnv", 294)
     words = "kaleidoscope nebula nebula " + "whisper " * 3 + "labyrinth " * 5 + "paradox " * 7
     assert replied(env, words).reward == 1.0
-    with pytest.raises(DataError, match=r"294 .* IFBench"):
-        prove(env)
+    assert env.rehearse() == ["the instructions of 294 rows can be checked; no reply is known to be right"]
 
 
 def test_the_scorer_takes_ifbench_too() -> None:

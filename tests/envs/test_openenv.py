@@ -32,7 +32,6 @@ from rlpost.settings import OpenEnvSettings
 from tests.collectors.talk import tokenizer
 from tests.envs.episodes import call, digit_of, error_of, say, say_right, say_wrong, wrong_for
 from tests.openenv_server import SCHEMA, TOOLS_SCHEMA, Failure, Guess, OpenEnvServer, Shop, open_env_server, seen
-from tests.processes import wait_until
 from tests.says import Says
 from tests.trainings import metrics, train_in
 
@@ -226,7 +225,6 @@ def fault(kind: str, *place: str) -> dict[str, Any]:
 WRONG_ANSWERS = {
     "an error of the game": error_frame("EXECUTION_ERROR"),
     "faults that are no list": error_frame("VALIDATION_ERROR", "bad"),
-    "a schema that lies": error_frame("VALIDATION_ERROR", [fault("extra_forbidden", "guess")]),
     "a fault of the observation": error_frame("VALIDATION_ERROR", [fault("less_than", "points")]),
     "a fault of the frame": error_frame("VALIDATION_ERROR", [fault("less_than")]),
     "no JSON": "what?",
@@ -240,24 +238,6 @@ WRONG_ANSWERS = {
 def test_a_wrong_answer_is_an_error_by_name(answer: str, says: Says) -> None:
     error, _ = error_after(lambda connection: connection.send(answer))
     says("env", steady(error))
-
-
-def test_a_flood_of_frames_that_nobody_asked_for_is_an_error() -> None:
-    def flood(connection: ServerConnection) -> None:
-        for _ in range(100):
-            connection.send(json.dumps({"type": "observation", "data": seen("no, 1", 5.0)}))
-
-    with playing(twist=spoilt_by(flood)) as (_, env):
-        [conversation] = env.draw()
-        say(env, [conversation], "77")
-        session = env.episodes[conversation.key].session
-        assert session is not None
-        wait_until(lambda: session.lost)
-        say_right(env, [conversation])
-        assert "no, 1" in error_of(conversation)
-        [after] = env.draw()
-        say_right(env, [after])
-        assert after.reward == 1.0
 
 
 class Refusing(Guess):
@@ -493,31 +473,6 @@ def test_too_few_sessions_are_refused_also_after_a_failure(first: str) -> None:
             env.draw(3)
 
 
-def test_no_episode_takes_the_session_that_a_start_looks_at() -> None:
-    looking = threading.Event()
-
-    def twist(connection: ServerConnection, frame: dict[str, Any]) -> bool:
-        if frame["type"] == "state":
-            looking.set()
-            time.sleep(0.2)
-        return False
-
-    own: dict[str, Any] = {"sessions": 1, "start_seconds": 20.0}
-    with (
-        playing(most=1, settings=own, twist=twist) as (server, env),
-        closing(OpenEnv(server.url, split="test", **own)) as other,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        env.start()
-        looking.clear()
-        starting = pool.submit(other.start)
-        assert looking.wait(20)
-        [conversation] = env.draw()
-        say_right(env, [conversation])
-        assert conversation.reward == 1.0
-        starting.result()
-
-
 def test_episodes_beyond_the_sessions_play_their_actions_again() -> None:
     with playing(most=1, settings={"num_envs": 3, "sessions": 1}) as (server, env):
         conversations = env.draw()
@@ -544,22 +499,6 @@ def test_episodes_are_played_from_many_threads_with_few_sessions() -> None:
         env.conclude(conversations)
         assert [each.reward for each in conversations] == [0.75] * 8
         assert server.most_open == 2
-
-
-# Notes
-
-
-class Loose(Guess):
-    def state(self) -> dict[str, Any]:
-        return {**super().state(), "secret": id(self)}
-
-
-@pytest.mark.parametrize(("game", "reset"), [(Guess, {"level": "hard", "lvel": "easy"}), (Loose, {})])
-def test_a_reset_without_effect_and_a_loose_state_are_noted(game: Any, reset: dict[str, str], says: Says) -> None:
-    with playing(game, settings={"reset": reset}) as (_, env):
-        env.start()
-    [note] = env.notes
-    says("env", steady(note))
 
 
 # Actions and observations

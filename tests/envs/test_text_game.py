@@ -114,7 +114,7 @@ def test_games_are_closed_with_their_conversations() -> None:
     say(env, conversations, str(digit_of(conversations[0])), wrong_for(conversations[1]))
     assert len(env.games) == 1
     env.close()
-    assert len(Guess.made) == 5  # one to see that it begins, one for each first observation, and one each to play
+    assert len(Guess.made) == 2  # begun for the first observations, and played
     assert all(game.closed for game in Guess.made)
     assert env.games == {}
 

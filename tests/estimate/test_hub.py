@@ -108,5 +108,4 @@ def test_as_json_it_is_bytes(rlpost: CommandLine) -> None:
 def test_every_hub_id_of_an_option_is_known() -> None:
     named = {str(read_yaml(conf_file(f"model/{name}")).get("path", "")) for name in options("model")}
     assert {path for path in named if "/" in path} <= set(HUB_MODELS)
-    assert {model.option for model in HUB_MODELS.values()} <= set(options("model"))
     assert {gsm8k.HUB_ID, ifeval.IFEVAL_HUB_ID, ifeval.IFBENCH_HUB_ID, MathSettings.path} == set(HUB_DATASETS)

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.evaluation.pass_rates import (
     choose_by_pass_rate,
-    choose_demonstrations,
     prompt_digest,
     rates_of,
     read_rates,
@@ -59,23 +57,6 @@ def test_measured_rates_are_saved_and_choose_prompts(here: Path, rlpost: Command
     words = "train grpo env=dataset env.path=rows.jsonl env.reward=number env.held_out=0 eval.enabled=false model=tiny"
     more = "policy=scripted steps=1 prompts_per_step=1 group_size=2 env.pass_rates=rates.jsonl env.max_pass_rate=0.4"
     assert re.search(r"2 of 4 .* \[0, 0\.4\]", rlpost(f"{words} {more} --out run"))
-
-
-def test_demonstrations_are_chosen_by_the_rates_of_their_prompts(here: Path) -> None:
-    env, settings = started(pass_rates="rates.jsonl", max_pass_rate=0.5)
-    rates = [{"prompt": prompt_digest(env.opening_messages(row)), "pass_rate": n / 4} for n, row in enumerate(ROWS)]
-    write_rates(Path("rates.jsonl"), rates, {})
-    shown = [
-        Demonstration(f"row {n}", [*env.opening_messages(row), {"role": "assistant", "content": "x"}])
-        for n, row in enumerate(ROWS)
-    ]
-    env.demonstrations = lambda: iter([*shown, Demonstration("row 9", wrong="is not JSON")])  # type: ignore[method-assign]
-    kept, told = choose_demonstrations(env, settings)
-    assert [each.where for each in kept] == ["row 0", "row 1", "row 2", "row 9"]
-    assert (told or "").startswith("3 of 4 ")
-    env.demonstrations = lambda: iter([Demonstration("row 0", text="once")])  # type: ignore[method-assign]
-    with pytest.raises(DataError, match="row 0 "):
-        choose_demonstrations(env, settings)
 
 
 def test_rates_already_measured_are_not_written_over(here: Path, rlpost: CommandLine) -> None:

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from rlpost.config.paths import verify_model
 from rlpost.data.chat import stop_ids
 from rlpost.export.export import Readings, compared, export
 from rlpost.model.load import load_model
+from rlpost.model.locate import verify_model
 from rlpost.model.lora import add_adapter, whole_adapter
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.runs.checkpoint import verify

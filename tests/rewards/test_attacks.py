@@ -34,39 +34,42 @@ import asyncio, random, re, time
 def test_a_sound_async_reward_has_no_fault(tmp_path: Path) -> None:
     checks = attack_reward(attack_on(tmp_path, RIGHT, define="async def", begin="await asyncio.sleep(0.001)"))
     assert [check for check in checks if check.verdict is not Verdict.ok] == []
-    assert len({check.name for check in checks}) == 14
+    assert len({check.name for check in checks}) == 13
 
 
 @pytest.mark.parametrize(
     ("value", "wrong"),
     [
         ('text[0]["content"].strip() == str(wanted)', 0.0),  # of messages
-        ('1 / (1 + abs(int(text) - wanted)) if re.fullmatch(r"\\s*[0-9]{1,9}\\s*", text) else 0.0', 0.5),  # one off
+        (
+            '1 / (1 + abs(int(text) - wanted)) if re.fullmatch(r"\\s*[0-9]{1,9}\\s*", text) else 0.0',
+            0.25,
+        ),
     ],
     ids=["messages", "numbers"],
 )
 def test_sums_are_given_in_the_form_that_the_reward_takes(tmp_path: Path, value: str, wrong: float) -> None:
     attack = attack_on(tmp_path, value)
     assert attack.gold == [1.0] * 6
-    assert attacks.gold(attack).reason.endswith(f"reply {wrong:g}")
+    assert attacks.corrupted(attack).reason == f"earns {wrong:g} on average"
 
 
 @pytest.mark.parametrize(
     ("value", "attacked", "reason"),
     [
-        ("wanted in text", attacks.everything, "1, as much as"),
-        ("wanted in text", attacks.hidden_in_thinking, "1, as much as"),
-        ("0.5", attacks.gold, "0.5 on average, a wrong reply 0.5"),
-        ("0.5", attacks.values, "every reply earns 0.5"),
-        ("text.strip() in (wanted, prompt)", attacks.prompt_echo, "1, as much as"),
-        (f"not text.strip() or {RIGHT}", attacks.empty, "1, as much as"),
+        ("wanted in text", attacks.everything, "earns 1, the gold reply 1"),
+        ("wanted in text", attacks.hidden_in_thinking, "earns 1, the gold reply 1"),
+        ("0.5", attacks.corrupted, "earns 0.5, the gold reply 0.5"),
+        ("0.5", attacks.values, "every reply tried earns 0.5"),
+        ("text.strip() in (wanted, prompt)", attacks.prompt_echo, "earns 1, the gold reply 1"),
+        (f"not text.strip() or {RIGHT}", attacks.empty, "earns 1, the gold reply 1"),
         ("text.split().count(wanted)", attacks.repeated, "50, more than said once: 1"),
         ("text == wanted", attacks.another_form, "0, the gold reply as it is written 1"),
         ("text.strip().isdigit() and int(text) == int(wanted)", attacks.very_long, "(4300 digits)"),
         ("text.encode().strip() == wanted.encode()", attacks.control_characters, "surrogates"),
         (f"({RIGHT}) + 0.1 * random.random()", attacks.determinism, "called again, it earns 1."),
         (f"({RIGHT}) + 0.01 * place", attacks.determinism, "in another order, it earns "),
-        (f"10 * ({RIGHT}) + hash(text) % 1000 / 1000", attacks.determinism, "(PYTHONHASHSEED=1) it earns "),
+        (f"10 * ({RIGHT}) + hash(text) % 1000 / 1000", attacks.determinism, "(PYTHONHASHSEED=1), it earns "),
     ],
 )
 def test_a_weakness_is_found(tmp_path: Path, value: str, attacked: Callable[[Attack], Check], reason: str) -> None:

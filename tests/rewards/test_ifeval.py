@@ -10,7 +10,6 @@ import shutil
 import string
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,7 @@ from rlpost.errors import DataError, MissingExtraError, RewardError
 from rlpost.evaluation.play import summarise
 from rlpost.rewards import ifeval
 from rlpost.rewards.ifbench import IFBENCH
-from rlpost.rewards.ifeval import IFEVAL, InstructionSet, Judged, replies_to, score, verdicts
+from rlpost.rewards.ifeval import IFEVAL, InstructionSet, Judged, score, verdicts
 from tests.rewards.instruction_data import (
     IFBENCH_ROWS,
     IFEVAL_REPLIES,
@@ -429,14 +428,5 @@ OF_LANGUAGE = ("language:response_language", "change_case:english_capital", "cha
 
 
 @needs_ifeval
-def test_each_row_can_be_checked_and_has_replies_made_for_it(rows: dict[int, dict[str, Any]]) -> None:
-    started = time.process_time()
-    for row in rows.values():
-        assert IFEVAL.complaint(row) is None
-        for kind, kwargs in zip(row["instruction_id_list"], row["kwargs"], strict=True):
-            made = replies_to(kind, kwargs)
-            assert made is not None
-            assert verdicts([kind], [kwargs], "", made.following) == ([True], [True])
-            if made.breaking is not None:
-                assert verdicts([kind], [kwargs], "", made.breaking) == ([False], [False])
-    assert time.process_time() - started < 10
+def test_each_row_can_be_checked(rows: dict[int, dict[str, Any]]) -> None:
+    assert [row for row in rows.values() if IFEVAL.complaint(row)] == []

@@ -191,22 +191,6 @@ def test_the_key_of_the_environment_follows_no_redirection(monkeypatch: pytest.M
     assert "secret" not in str(error)
 
 
-def test_the_cache_keeps_the_newest(tmp_path: Path) -> None:
-    file, asked = tmp_path / "judged.db", []
-
-    def ask(messages: Any) -> str:
-        asked.append(messages)
-        return "Score: 1"
-
-    judge = Judge(RUBRIC, model="m", ask=ask, cache=file, cache_entries=2)
-    for reply in ("a", "b", "c", "b", "c", "a"):
-        judged(judge, reply)
-    assert len(asked) == 4  # a, b, c, and a again, which had to go
-    with sqlite3.connect(file) as opened:
-        assert opened.execute("SELECT count(*) FROM verdicts").fetchone() == (2,)
-    opened.close()
-
-
 def test_replies_without_a_verdict_fail_and_are_judged_once() -> None:
     with serving(lambda body: "Well." if reply_of(body) == "bad" else "Score: 10") as server:
         judge = of_server(server.url, retries=0)

@@ -115,7 +115,9 @@ def test_100_megabytes_of_output_are_read_and_the_first_kept(
     module: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Workers(module("act"), 1, 60.0) as workers:
-        loud, quiet = workers.map(["print('said')\nfor _ in range(100): print('x' * 1_000_000)", double(1)])
+        flood = "print('said')\nfor _ in range(100): print('x' * 1_000_000)\nsys.stdout.flush(); time.sleep(2)"
+        loud, quiet = workers.map([f"{flood}\nanswer = os.fstat(1).st_size", double(1)])
+    assert loud.value == 2000  # the disk is not filled
     assert (loud.error, loud.printed[:8], len(loud.printed)) == (None, "said\nxxx", 2000)
     assert quiet == Outcome(2)
     assert capfd.readouterr() == ("", "")

@@ -249,18 +249,6 @@ def test_a_late_evaluation_is_added_to_its_step(tmp_path: Path) -> None:
     ]
 
 
-def test_a_line_that_an_older_run_held_back_is_kept(tmp_path: Path) -> None:
-    with make(tmp_path) as run:
-        run.record(1, FIGURES)
-        (tmp_path / ".held-row.json").write_text(json.dumps({"step": 2, **FIGURES}))
-        save_checkpoint_of(tmp_path, 2)
-    with make(tmp_path, resume="auto") as run:
-        run.forget_after(2)
-        assert run.lacks_evaluation(2)
-    assert metrics(tmp_path)[1] == {"step": 2, **FIGURES}
-    assert not (tmp_path / ".held-row.json").exists()
-
-
 # What somebody else wrote
 
 

@@ -49,18 +49,18 @@ def test_figures_but_time_and_memory_are_compared_bit_for_bit() -> None:
     ]
     same = [dict(row) | {"time/step": 9.0} for row in was]
     equal = compare_steps(was, same, 3)
-    assert (equal.compared, equal.first, equal.apart) == (3, None, [])
+    assert (equal.steps, equal.first_step, equal.apart) == (3, None, [])
     cut = [row if row["step"] < 2 else {"step": 2, "loss/policy": 0.2, "ess": 1.0} for row in same]
-    assert compare_steps(was, cut, 2).first is None  # it ended there, and did not evaluate
+    assert compare_steps(was, cut, 2).first_step is None  # it ended there, and did not evaluate
     other = [dict(row) for row in was]
     other[2]["loss/policy"] = 0.2 + 2**-57
-    assert compare_steps(was, other, 3).first is None  # the same number
+    assert compare_steps(was, other, 3).first_step is None  # the same number
     other[2] |= {"loss/policy": 0.25, "ess": None}
     other[3] |= {"loss/policy": 0.29}
     apart = compare_steps(was, other, 3)
-    assert (apart.first, [each.name for each in apart.first_figures]) == (2, ["ess", "loss/policy"])
+    assert (apart.first_step, [each.name for each in apart.first_figures]) == (2, ["loss/policy", "ess"])
     assert {each.name: (each.step, round(each.size, 9)) for each in apart.apart} == {
         "ess": (2, inf),
         "loss/policy": (2, 0.05),
     }
-    assert compare_steps(was, other, 1).first is None
+    assert compare_steps(was, other, 1).first_step is None

@@ -155,7 +155,7 @@ def test_a_file_without_a_row_is_read(run: Path) -> None:
         (Wanted(rewards=(float("-inf"), float("inf"))), [1]),  # a failed reward is in no range
         (Wanted(rewards=(0.8, 1.0)), []),
         (Wanted(finish_reason="length"), [2]),
-        (Wanted(group=3, sample=2), [2]),
+        (Wanted(group=4), []),
         (Wanted("user", (0.0, 1.0), "stop"), [1]),
     ],
 )

@@ -194,7 +194,6 @@ def test_any_other_host_is_refused_and_not_contacted(bad: Site, proxy: FilterPro
     answer = told(proxy, asked.replace("PORT", str(bad.port)))
     assert answer.startswith("HTTP/1.1 403 ")
     assert bad.visits == []
-    assert proxy.num_refused == 1
 
 
 def test_a_tunnel_to_an_allowed_host_carries_both_ways(good: Site, proxy: FilterProxy) -> None:

@@ -363,7 +363,7 @@ def test_a_page_that_crashes_is_replaced(ask: Asked) -> None:
 
 def test_a_browser_killed_in_mid_call_is_started_again(wide: BrowserTransform, good: Site) -> None:
     wide.close()
-    before, restarts = children(), wide.restarts
+    before, restarts = children(), wide.pages.restarts
     ask = Asked(wide, good)
     ask.go("/")
     family = {process: command for process, command in children().items() if process not in before}
@@ -375,7 +375,7 @@ def test_a_browser_killed_in_mid_call_is_started_again(wide: BrowserTransform, g
         lost = going.result()  # in less time than the action has
     assert (lost.ok, "lost" in lost.text) == (False, True)
     assert ask.go("/").ok
-    assert wide.restarts == restarts + 1
+    assert wide.pages.restarts == restarts + 1
     wide.close()
     assert children().keys() - before.keys() == set()
     wait_until(lambda: not any(process.is_running() for process in family))

@@ -113,6 +113,7 @@ def test_a_rollout_is_collected_now_and_leaves_what_waits() -> None:
 
 def test_arguments_of_conversations_reach_their_collector() -> None:
     talks(
+        exploration_type="deterministic",
         begin_ahead=False,
         flatten_data=True,
         frames_per_batch=3,
@@ -120,6 +121,7 @@ def test_arguments_of_conversations_reach_their_collector() -> None:
     )
     inner = there()
     assert isinstance(inner, LLMCollector)
+    assert inner.policy.sampling.temperature == 0
     assert (inner.begin_ahead, inner.flatten_data, inner.frames_per_batch) == (False, True, 4)
 
 

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.paths import check_resumable
 from rlpost.errors import DivergedError, PolicyError
 from rlpost.estimate.needs import Needs
 from rlpost.model.memory import CoresWatch
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.checkpoint import load_checkpoint, verify
+from rlpost.runs.removal import check_resumable
 from rlpost.train import ranks, sampling, watchers
 from rlpost.train import run as run_module
 from rlpost.train import update as update_module

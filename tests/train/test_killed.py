@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.paths import newest_checkpoint, unfinished_saves
+from rlpost.runs.reader import newest_checkpoint, unfinished_saves
 from tests.asynchronous import started, wait_for
 from tests.trainings import ends_alike, metrics, train_in
 

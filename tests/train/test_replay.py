@@ -143,7 +143,7 @@ def test_every_other_estimator_weighs_tokens_by_its_formula(estimator: str, sums
         weights = replayed.other.weights.get(place, torch.zeros(len(row["token_ids"])))
         assert weights.tolist() == pytest.approx([advantage / tokens] * len(row["token_ids"]), abs=1e-6)
     if estimator == "grpo":
-        assert (replayed.cosine, replayed.norm_ratio, replayed.tokens) == (pytest.approx(1), pytest.approx(1), [])
+        assert (replayed.cosine, replayed.norm_ratio, replayed.moved) == (pytest.approx(1), pytest.approx(1), 0)
 
 
 def test_penalties_masks_and_a_reference_are_replayed(made: Callable[..., Path]) -> None:
@@ -198,8 +198,8 @@ def test_expert_iteration_is_replayed_with_what_it_selected(made: Callable[..., 
 def test_step_without_its_weights_names_those_with_theirs(sums: Path, tmp_path: Path) -> None:
     run = shutil.copytree(sums, tmp_path / "r", symlinks=True)
     assert check_step(read_run(run), None) == 2
-    with pytest.raises(ConfigError, match=r"^step 9 .* 1, 2; .* --step 2$"):
+    with pytest.raises(ConfigError, match=r"^step 9 .*: 1, 2$"):
         check_step(read_run(run), 9)
     (run / "checkpoints/step-000001/manifest.json").unlink()
-    with pytest.raises(ConfigError, match=r": 1; .* --step 1$"):
+    with pytest.raises(ConfigError, match=r": 1$"):
         check_step(read_run(run), 2)

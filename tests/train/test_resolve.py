@@ -15,7 +15,7 @@ from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.estimate.machine import Device, Room
 from rlpost.estimate.needs import share_beside
-from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
+from rlpost.estimate.shape import HUB_MODELS, PACKAGED_CONFIGS, Shape, shape_of_config
 from rlpost.settings import Engine, SamplerCorrection
 from rlpost.train.resolve import CORRECTION, DAY, LAG, in_yaml, resolve
 
@@ -27,7 +27,8 @@ ALWAYS = {"policy", DAY, LAG, CORRECTION}  # changes that depend on neither devi
 
 
 def shape(option: str) -> Shape:
-    found = shape_of_config(next(model.config for model in HUB_MODELS.values() if model.option == option))
+    path = compose(TRAIN_GRPO, [f"model={option}"]).settings.model.path
+    found = shape_of_config(PACKAGED_CONFIGS.get(path) or HUB_MODELS[path].config)
     assert found is not None
     return found
 

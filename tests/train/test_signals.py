@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
-from rlpost.config.paths import LATEST, newest_checkpoint, unfinished_saves
+from rlpost.config.paths import LATEST
 from rlpost.data.conversation import Completion
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.policies.base import Request
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.record import STOPPED
 from rlpost.runs.checkpoint import load_checkpoint, verify
+from rlpost.runs.reader import newest_checkpoint, unfinished_saves
 from rlpost.screen import Screen
 from rlpost.settings import SamplingSettings
 from rlpost.train import watchers
