@@ -14,7 +14,7 @@
                     called `settings` with no class said
     ask settings    what decides by the class of settings: `isinstance`, `type() is` and `match` on a settings class,
                     and reads of the bool class variables and properties of settings
-    hooks           methods that the parts of a training have, as the run calls them: see `Parts` in train/run.py
+    hooks           methods that the parts of a training have, as the run calls them: see `Parts` in train/parts.py
     late doors      imports of LATE_DOORS: inside a function, to what a plain training does not load
     test code lines of tests/, helpers included, and tests: its test functions
     tests of words  test functions that assert wording: a text of at least three words stands in an `assert`, or as the
@@ -355,9 +355,10 @@ def _holds(node: ast.ClassDef, names: set[str]) -> bool:
 
 
 def hooks(source: str) -> list[str]:
-    """The methods of the class `Parts` in a source, properties left out."""
+    """The abstract methods of the class `Parts` in a source."""
     [parts] = [node for node in parsed(source).body if isinstance(node, ast.ClassDef) and node.name == "Parts"]
-    return [node.name for node in parts.body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
+    methods = [node for node in parts.body if isinstance(node, ast.FunctionDef)]
+    return [node.name for node in methods if "abstractmethod" in map(ast.unparse, node.decorator_list)]
 
 
 def floors_and_circles(graph: dict[str, set[str]]) -> tuple[int, list[list[str]]]:
@@ -401,7 +402,7 @@ def size() -> dict[str, float]:
         "take the run": len(take_the_run(files)),
         "take settings": len(take_settings(files)),
         "ask settings": len(ask_settings(files)),
-        "hooks": len(hooks(files["train/run.py"])),
+        "hooks": len(hooks(files["train/parts.py"])),
         "late doors": sum(map(len, LATE_DOORS.values())),
         "processes": sum(any(is_within(n, p) for n in imports(text) for p in PROCESS) for text in files.values()),
     }

@@ -104,10 +104,8 @@ def test_what_asks_for_the_class_of_settings_is_seen() -> None:
 
 
 def test_the_hooks_are_the_methods_of_the_parts() -> None:
-    source = (
-        "class Parts:\n    @property\n    def policy(self): ...\n    def measure(self): ...\n    def state(self): ...\n"
-    )
-    assert figures.hooks(source) == ["measure", "state"]
+    source = "class Parts:\n    @property\n    def policy(self): ...\n    @abstractmethod\n    def measure(self): ...\n"
+    assert figures.hooks(source) == ["measure"]
 
 
 def test_the_package_and_what_a_training_passes_through_have_not_grown() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,18 +19,6 @@ from transformers import DynamicCache
 from rlpost.data.ragged import padded
 
 CACHES = ("past_key_values", "cache_params")  # names of the cache in models' arguments and outputs
-
-
-class Decoding(Protocol):
-    """Sequences that are being sampled, a row each."""
-
-    def next_logits(self) -> torch.Tensor:
-        """(rows, V), of the token that follows each row."""
-        ...
-
-    def go_on(self, chosen: torch.Tensor, going: torch.Tensor) -> None:
-        """Append a token (rows,) to each row, and keep the rows where `going` (rows,) is True."""
-        ...
 
 
 class Padded:
@@ -48,7 +36,7 @@ class Padded:
         self._tokens = padded(rows, left=True).to(device)[:, self._cache.get_seq_length() :]
 
     def next_logits(self) -> torch.Tensor:
-        """See `Decoding.next_logits`."""
+        """(rows, V), of the token that follows each row."""
         positions = (self._mask.cumsum(-1) - 1).clamp_(min=0)[:, -self._tokens.shape[1] :]
         return self._model(
             input_ids=self._tokens,
@@ -60,7 +48,7 @@ class Padded:
         ).logits[:, -1]
 
     def go_on(self, chosen: torch.Tensor, going: torch.Tensor) -> None:
-        """See `Decoding.go_on`."""
+        """Append a token (rows,) to each row, and keep the rows where `going` (rows,) is True."""
         if not going.all():
             self._cache.batch_select_indices(going.nonzero().squeeze(-1))
             chosen, self._mask = chosen[going], self._mask[going]
@@ -74,8 +62,7 @@ class Alike:
     cached = True
 
     def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], cache: DynamicCache | None = None) -> None:
-        if cache is not None:
-            raise ValueError(f"{type(model).__name__} is not sampled with a cache of keys and values that was kept")
+        assert cache is None  # the model's own is kept, if any
         device = next(model.parameters()).device
         lengths = sorted({len(ids) for ids in prompts})
         places = [[place for place, ids in enumerate(prompts) if len(ids) == length] for length in lengths]
@@ -88,12 +75,12 @@ class Alike:
         self._where = [where[place] for place in range(len(prompts))]
 
     def next_logits(self) -> torch.Tensor:
-        """See `Decoding.next_logits`."""
+        """(rows, V), of the token that follows each row."""
         logits = {number: self._parts[number].next_logits() for number in {number for number, _ in self._where}}
         return torch.stack([logits[number][row] for number, row in self._where])
 
     def go_on(self, chosen: torch.Tensor, going: torch.Tensor) -> None:
-        """See `Decoding.go_on`."""
+        """Append a token (rows,) to each row, and keep the rows where `going` (rows,) is True."""
         for (number, row), token in zip(self._where, chosen, strict=True):
             self._parts[number].following[row] = token
         self._where = [where for where, goes in zip(self._where, going.tolist(), strict=True) if goes]

@@ -19,23 +19,16 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        make_ready(device)
+        if device.type == "cuda":
+            # cuDNN's attention builds a plan for every new shape, and each microbatch has new shapes. The lengths of
+            # packed rows differ too, and split the memory that the allocator keeps unless its segments can grow
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            if not any(variable in os.environ for variable in ALLOCATOR):
+                os.environ[ALLOCATOR[0]] = "expandable_segments:True"
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device={name} cannot be used here: {first_line(error)}") from error
     return device
-
-
-def make_ready(device: torch.device) -> None:
-    """Choose how torch computes on a GPU; call it before the first tensor is there.
-
-    cuDNN's attention builds a plan for every new shape, and each microbatch has new shapes. The lengths of packed rows
-    differ too, and split the memory that the allocator keeps unless its segments can grow.
-    """
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        if not any(name in os.environ for name in ALLOCATOR):
-            os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def leave_room(share: float, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,18 @@ def locate_model(path: str, revision: str | None = None, key: str = "model.path"
     DataError if the hub has no such model and for weights that are not finite.
     """
     if path == "builtin:tiny":
-        return _made("tiny-v1", _build_tiny)
+        from rlpost.model.conversion import build_tiny
+
+        return _made("tiny-v1", build_tiny)
     path = paths.resolve_model_path(path, key)
     if (packaged := PACKAGED.get(path)) is not None:
         if paths.is_made(path) or packaged.parts():
-            return _made(packaged.made, lambda folder: _convert_packaged(packaged, folder))
+            return _made(packaged.made, partial(_convert_packaged, packaged))
         path = packaged.hub_id
     if path.endswith(paths.GGUF):
-        folder = _locate_gguf(Path(path))
+        from rlpost.model.conversion import convert_gguf
+
+        folder = _made(paths.name_of_gguf(Path(path)), partial(convert_gguf, Path(path).resolve()))
     else:
         folder = Path(path) if Path(path).exists() else _fetch(path, revision, key)
     verify_model(folder)
@@ -105,13 +110,11 @@ def verify_model(folder: Path) -> None:
         check_listed(file, expected.get(file), advice)
 
 
-def _locate_gguf(file: Path) -> Path:
-    """The HF folder that a .gguf file is converted to, once for each path, size and modification time.
+def _convert_packaged(packaged: Packaged, folder: Path) -> None:
+    from rlpost.model.conversion import convert_gguf
 
-    Raises ConfigError for a file that transformers cannot read.
-    """
-    name = paths.name_of_gguf(file)
-    return _made(name, lambda folder: _convert_gguf(file.resolve(), folder))
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        convert_gguf(joined(packaged, Path(scratch)), folder)
 
 
 def _check_finite(file: Path) -> None:
@@ -174,19 +177,6 @@ def locate_merged(base: Path, adapter: Path) -> Path:
     return _made(f"merged-{content.hexdigest()[:16]}", make)
 
 
-def _build_tiny(folder: Path) -> None:
-    from rlpost.model.conversion import build_tiny
-
-    build_tiny(folder)
-
-
-def _convert_packaged(packaged: Packaged, folder: Path) -> None:
-    from rlpost.model.conversion import convert_gguf
-
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        convert_gguf(joined(packaged, Path(scratch)), folder)
-
-
 def joined(packaged: Packaged, scratch: Path) -> Path:
     """The whole GGUF file of a packaged model; parts are joined in the folder `scratch`.
 
@@ -205,12 +195,6 @@ def joined(packaged: Packaged, scratch: Path) -> Path:
             f"{packaged.sha256[:8]}): pip install --force-reinstall {packaged.pip}"
         )
     return whole
-
-
-def _convert_gguf(file: Path, folder: Path) -> None:
-    from rlpost.model.conversion import convert_gguf
-
-    convert_gguf(file, folder)
 
 
 def _made(name: str, make: Callable[[Path], None]) -> Path:

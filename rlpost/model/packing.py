@@ -100,28 +100,19 @@ def rows_of(batch: TensorDictBase) -> list[Row]:
     of_reference = [None] * len(prompts) if hinted is None else hinted.unbind()
     restarts = batch.get(("tokens", "restarts"), None)
     anew = [()] * len(prompts) if restarts is None else [tuple(row.tolist()) for row in restarts.unbind()]
+    valid, accuracy = batch["valid"].tolist(), batch["next", "accuracy_lenient"].flatten().tolist()
     return [
         Row(
             prompt,
-            response,
-            mask[prompt.numel() :],
-            lp,
-            ref_prompt=hint,
-            valid=valid,
-            right=accuracy == 1,
-            restarts=begins,
+            responses[i],
+            assistant[i][prompt.numel() :],
+            log_probs[i],
+            ref_prompt=of_reference[i],
+            valid=valid[i],
+            right=accuracy[i] == 1,
+            restarts=anew[i],
         )
-        for prompt, response, mask, lp, hint, valid, accuracy, begins in zip(
-            prompts,
-            responses,
-            assistant,
-            log_probs,
-            of_reference,
-            batch["valid"].tolist(),
-            batch["next", "accuracy_lenient"].flatten().tolist(),
-            anew,
-            strict=True,
-        )
+        for i, prompt in enumerate(prompts)
     ]
 
 

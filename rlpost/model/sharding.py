@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
 from torch.distributed import checkpoint
@@ -79,7 +80,7 @@ def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device, plan: S
     Builds the model without weights, then reads the safetensors files part by part.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with _no_weights():
+    with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -130,10 +131,9 @@ def export(model: Any, folder: Path) -> None:
     """Write the whole model as a plain HF folder, one file per layer, gathering one layer at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = GatheredWeights(model)
-    tied = _tied_names(model)
     files: dict[str, list[str]] = {}
     for name in weights:
-        if name not in tied:
+        if name not in model.all_tied_weights_keys:
             files.setdefault(_layer_of(name), []).append(name)
     weight_map, size = {}, 0
     for number, names in enumerate(files.values(), start=1):
@@ -178,8 +178,9 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
         return  # it was saved before the first update
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            device = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
             optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=_device_of_steps(parameter)),
+                "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -195,10 +196,6 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     }
 
 
-def _device_of_steps(parameter: torch.Tensor) -> torch.device:
-    return parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
-
-
 def _read_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Fill `tensors`, this rank's parts, from the safetensors files of `folder`, reading only those parts."""
     by_layer: dict[str, dict[str, torch.Tensor]] = {}  # holds one layer of the files at a time
@@ -207,23 +204,6 @@ def _read_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     with _quiet(), torch.no_grad():
         for part in by_layer.values():
             checkpoint.load(part, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-
-
-@contextlib.contextmanager
-def _no_weights() -> Iterator[None]:
-    """Inside the block, new modules get parameters without memory; their buffers are real."""
-    register = nn.Module.register_parameter
-
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -241,16 +221,6 @@ def _shapes(folder: Path) -> dict[str, torch.Size]:
         with safe_open(file, framework="pt") as tensors:
             found |= {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return found
-
-
-def _tied_names(model: Any) -> set[str]:
-    """Names of weights that are the same tensor as an earlier one."""
-    first: dict[int, str] = {}
-    tied = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            tied.add(name)
-    return tied
 
 
 def _layer_of(name: str) -> str:

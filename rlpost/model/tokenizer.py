@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -24,7 +23,7 @@ from rlpost.config import paths
 from rlpost.config.packaged import PACKAGED
 from rlpost.data.chat import end_of_turn
 from rlpost.data.template_choice import VARIABLES_KEY, with_choice
-from rlpost.errors import CheckpointError, ConfigError
+from rlpost.errors import ConfigError
 from rlpost.estimate.shape import folder_here
 from rlpost.files import digest_of, made_once, remembered
 from rlpost.imports import installed_version
@@ -312,21 +311,3 @@ def check_same_ids(tokenizer: Any, folder: Path, key: str) -> None:
         f"{key} has another tokenizer, so probabilities of tokens cannot be compared: of {len(apart):,} differences "
         f"the first is {first!r}, {entries[0]} of the model and {entries[1]} there; give one of the model's own family"
     )
-
-
-def check_begun_with(tokenizer: Any, start: Path, checkpoint: Path) -> None:
-    """Raise CheckpointError if the run of `checkpoint`, whose `tokenizer` is given, began with other ids than `start`.
-
-    `start` is the folder of its starting model's tokenizer.
-    """
-    text = probe_of(tokenizer)
-    begun, now = ids_of(tokenizer, text), ids_of(open_tokenizer(start), text)
-    if begun != now:
-        raise CheckpointError(
-            f"the run of {checkpoint} read text as other ids ({_shown(begun)}) than the tokenizer.json of its model "
-            f"({_shown(now)}), so it cannot go on: begin another run from the model"
-        )
-
-
-def _shown(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids[:6])) + ", ..."

@@ -26,7 +26,7 @@ from rlpost.model.locate import locate_config, locate_merged, locate_model, loca
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.optim import build_optimizer
 from rlpost.model.packing import Reference
-from rlpost.model.tokenizer import check_begun_with, load_tokenizer
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.weights import is_sharded
 from rlpost.settings import Autocast, ClusterSettings, DType, ModelSettings, Push, Sharding
 from rlpost.settings.commands import TrainingSettings
@@ -108,15 +108,14 @@ def starting_tokenizer(model: ModelSettings, adapter: str | None, checkpoint: Pa
     """The tokenizer of the model that `load_trainable` returns, and the folder of its config; reads no weights.
 
     The tokenizer may be that of the `adapter` to start from. A checkpoint's tokenizer was saved with the run's chat
-    template and its variables. Raises CheckpointError if it gives other ids than the starting model's.
+    template and its variables.
     """
-    folder = locate_tokenizer(model.path, model.revision, adapter=adapter)
     if checkpoint is not None:
         tokenizer = load_tokenizer(checkpoint / "model")
         if model.day is not None:
             set_day(tokenizer, model.day)
-        check_begun_with(tokenizer, folder, checkpoint)
         return tokenizer, checkpoint / "model"
+    folder = locate_tokenizer(model.path, model.revision, adapter=adapter)
     return load_tokenizer(folder, model), locate_config(model.path, model.revision)
 
 

@@ -13,11 +13,7 @@ from typing import Any
 import torch
 
 AT_ONCE = 1 << 22  # elements that are cast to float64 at once
-ROUNDED = {
-    torch.bfloat16: 0.02,
-    torch.float16: 0.005,
-    torch.float32: 1e-4,
-}  # allowed, of an answer's norm
+ROUNDED = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 1e-4}  # allowed, of an answer's norm
 OFF = 1e-10  # allowed relative difference of sums: above the effect of summation order, far below any update
 
 

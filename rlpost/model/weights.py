@@ -160,7 +160,7 @@ class NamedAsSaved(Mapping[str, torch.Tensor]):
 
 BLOCK_BYTES = 2**24  # most bytes that are gathered at once
 ADAPTER = "the adapter"  # announced instead of a weight's name
-Announce = Callable[[str], None]  # called with the name of a weight that all ranks must gather
+Announce = Callable[[str], Any]  # called with the name of a weight that all ranks must gather
 
 
 def is_sharded(model: Any) -> bool:
@@ -200,18 +200,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         own = torch.cat([own, own.new_zeros(rows - own.shape[0], *own.shape[1:])])
     gathered = own.new_empty(ranks, rows, *own.shape[1:])
     group = shared.device_mesh.get_group()
-    for begin, part in _blocks(own, BLOCK_BYTES // ranks):
+    size = max(1, BLOCK_BYTES // ranks // max(1, own[:1].nbytes))  # rows of a block
+    for begin in range(0, rows, size):
+        part = own[begin : begin + size]
         block = own.new_empty(ranks, *part.shape)
         torch.distributed.all_gather(list(block.unbind()), part.contiguous(), group=group)
         gathered[:, begin : begin + part.shape[0]] = block
     return gathered.flatten(0, 1)[: shared.shape[0]]
-
-
-def _blocks(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rows of `tensor` in pieces of at most `most_bytes`, or one row, each with the index of its first row."""
-    size = max(1, most_bytes // max(1, tensor[:1].nbytes))
-    for begin in range(0, tensor.shape[0], size):
-        yield begin, tensor[begin : begin + size]
 
 
 _ANNOUNCE: weakref.WeakKeyDictionary[nn.Module, Announce] = weakref.WeakKeyDictionary()

@@ -80,7 +80,9 @@ class TransformersWrapper(Policy, CategoricalSequential):
     ) -> None:
         super().__init__(sampling=sampling, seed=seed, **face)
         self.model = model
-        self.tokenizer = self.templated(tokenizer_of_model(model) if tokenizer is None else tokenizer)
+        if tokenizer is None:
+            tokenizer = open_tokenizer(Path(str(model.name_or_path)))
+        self.tokenizer = self.templated(tokenizer)
         self.max_num_seqs = max_num_seqs
         self.max_model_len = getattr(model.config, "max_position_embeddings", None)
         if autocast is Autocast.auto:
@@ -182,8 +184,8 @@ class TransformersWrapper(Policy, CategoricalSequential):
         """Sample token by token: each step yields a `SampledToken` for every completion that has not ended.
 
         `cache` may hold the keys and values of the first ids of a single request's prompt, at most
-        all but one of them; afterwards it holds those of the prompt and of all drawn tokens but the last. Raises
-        ValueError for a cache if `takes_cache` is False.
+        all but one of them; afterwards it holds those of the prompt and of all drawn tokens but the last.
+        Only give one if `takes_cache`.
         """
         device = self.model.device
         limits = torch.tensor([request.max_tokens for request in requests], device=device)
@@ -272,11 +274,6 @@ def _filtered(logits: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
         outside = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before >= sampling.top_p)
         logits = logits.masked_fill(outside, nothing)
     return logits
-
-
-def tokenizer_of_model(model: PreTrainedModel) -> Any:
-    """The tokenizer of the folder that `model` was loaded from."""
-    return open_tokenizer(Path(str(model.name_or_path)))
 
 
 def _uniforms(requests: Sequence[Request]) -> torch.Tensor:

@@ -68,7 +68,7 @@ class vLLMWrapper(Policy):
     there is never a mixture of old and new weights.
 
     With an `adapter_rank` the engine keeps the weights of `model` and applies a LoRA adapter of that
-    rank: first that of the folder `adapter`, then the one that `load_adapter` brings. Other keyword arguments are
+    rank: first that of the folder `adapter`, then the one that a push brings. Other keyword arguments are
     `Policy`'s.
     """
 
@@ -146,7 +146,7 @@ class vLLMWrapper(Policy):
         self._needed = checkpoint_names(self.folder)
         self._has_head = HEAD in self._needed or _config(self.folder).get("model_type") not in WITHOUT_HEAD
         if self.adapter is not None:
-            self.load_adapter(self.adapter)
+            self.load_adapter_folder(self.adapter, None)
         self.rest()  # vLLM has filled its cache with zeros
 
     def rest(self) -> None:
@@ -201,9 +201,16 @@ class vLLMWrapper(Policy):
         return self._in_flight.add(engine, pending, completed)
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
-        """See `Policy.token_log_probs`; vLLM gives them at temperature 1 only."""
+        """See `Policy.token_log_probs`. Raises ConfigError for a temperature other than 1."""
+        from vllm import SamplingParams
+
         check_whole(sampling)
-        params = _reading_params(sequences, sampling)
+        if sampling.temperature not in (0, 1):
+            raise ConfigError(
+                f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
+                "read them with a TransformersWrapper, or set temperature to 1"
+            )
+        params = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)] * len(sequences)
         prompts = [list(ids) for ids in sequences]
         with self._turn():
             outputs = self._ask(f"reading {len(prompts)} sequences", prompts, params)
@@ -228,10 +235,6 @@ class vLLMWrapper(Policy):
                 engine.load_weights(self._sent(named))
             self.become(version)  # before anything is sampled with them
 
-    def load_adapter_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
-        """See `Policy.load_adapter_folder`. Raises PolicyError if the engine was started without adapters."""
-        self.load_adapter(folder, version)
-
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace every weight of the engine and forget cached prefixes.
 
@@ -244,11 +247,10 @@ class vLLMWrapper(Policy):
             self._pack_experts_again()
             engine.load_weights(self._sent(named))
 
-    def load_adapter(self, folder: Path, version: PolicyVersionLabel | None = None) -> None:
-        """Sample with the peft adapter in `folder`, as `version` if given, and forget cached prefixes.
+    def load_adapter_folder(self, folder: Path, version: PolicyVersionLabel | None) -> None:
+        """See `Policy.load_adapter_folder`; without a `version` the caller sets it. Forgets cached prefixes.
 
-        Only a weight updater calls this; without a `version` it also sets that. Raises PolicyError, after closing
-        the engine, if vLLM cannot load the adapter.
+        Raises PolicyError, after closing the engine, if vLLM cannot load the adapter.
         """
         from vllm.lora.request import LoRARequest
 
@@ -704,18 +706,6 @@ def sampling_params(
         )
         for request in requests
     ]
-
-
-def _reading_params(sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[Any]:
-    """vLLM's SamplingParams to read whole sequences. Raises ConfigError for a temperature other than 1."""
-    from vllm import SamplingParams
-
-    if sampling.temperature not in (0, 1):
-        raise ConfigError(
-            f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
-            "read them with a TransformersWrapper, or set temperature to 1"
-        )
-    return [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)] * len(sequences)
 
 
 def _check_log_probs_mode(mode: str, sampling: SamplingSettings) -> None:

@@ -251,7 +251,9 @@ class OwnProcessEngine(VLLMEngine):
         self._stop = weakref.finalize(self, _stop_async_engine, self._running, self._thread, sockets)
 
         async def start() -> AsyncLLM:
-            unreached_by_the_terminal()
+            # Ctrl-C and a closed terminal reach no process that this thread starts: this process ends them itself, so
+            # that work in flight can be finished
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             await llm.get_supported_tasks()  # cached, so that `_one` need not wait for them
             return llm
@@ -445,14 +447,6 @@ def _socket_folder() -> Path:
     usual = Path(tempfile.gettempdir())
     room = 107 - len("/rlpost-12345678/") - len(str(uuid.uuid4()))  # 107: Linux's longest path of a socket
     return Path(tempfile.mkdtemp(prefix="rlpost-", dir=usual if len(bytes(usual)) <= room else "/tmp"))
-
-
-def unreached_by_the_terminal() -> None:
-    """Keep Ctrl-C and a closed terminal from processes that this thread starts from now on.
-
-    This process ends them itself, so that work in flight can be finished.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
 
 
 def _stop_async_engine(running: list[Any], thread: LoopThread, sockets: Path) -> None:

@@ -19,14 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from rlpost.output import Ticker, in_front, output_into, size_of, where_it_leads
 from rlpost.record import legend
-from rlpost.screen.state import CURVES, Shown, State, clock, evaluation_line, tokens_per_second
+from rlpost.screen.state import FIGURES, SPEED, Shown, State, clock, evaluation_line, tokens_per_second
 from rlpost.text import both_ends, fold, one_line, wrapped
 
 ENTER = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
@@ -61,47 +61,6 @@ FIRST = {  # kind of phase -> why it comes before the first step
     "checking": "Before step 1: sampler and trainer score the same completions and must agree.",
 }
 NO_FIGURES = "The first figures come with the end of the first step."
-SPEED = "tokens/second"
-
-
-class Figure(NamedTuple):
-    """A metric's label and format, and how its curve is drawn."""
-
-    label: str
-    form: str
-    scale: str = "{:.3g}"  # at the axis of its curve
-    colour: str = "cyan"
-    from_zero: bool = False
-
-
-FIGURES = {
-    "reward/mean": Figure("reward", "{:.2f}", colour="green", from_zero=True),
-    "accuracy/lenient": Figure("accuracy", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
-    "loss/dpo": Figure("loss", "{:.3f}", colour="green"),
-    "pair_accuracy": Figure("pairs", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
-    "loss/sft": Figure("loss", "{:.3f}", colour="green"),
-    "loss/distill": Figure("loss", "{:.3f}", colour="blue"),
-    "completion/tokens_mean": Figure("tokens", "{:.1f}", colour="magenta"),
-    "sampler/logprob_gap": Figure("gap", "{:.3f}", colour="yellow"),
-    SPEED: Figure("tok/s", "{:.0f}"),
-    "grad_norm": Figure("grad", "{:.2f}", colour="red"),
-    "entropy": Figure("entropy", "{:.2f}", colour="blue"),
-    "groups/zero_std": Figure("no spread", "{:.0%}"),
-    "selected/share": Figure("selected", "{:.0%}"),
-    "epoch": Figure("epoch", "{:.2f}"),
-    "completion/truncated": Figure("truncated", "{:.0%}"),
-    "kl/ref": Figure("kl to ref", "{:.4f}"),
-    "kl/teacher": Figure("kl to teacher", "{:.4f}"),
-    "ratio/clip_fraction": Figure("clipped", "{:.1%}"),
-    "lr": Figure("lr", "{:.2g}"),
-    "reward/std": Figure("reward sd", "{:.2f}"),
-    "policy/version": Figure("version", "{:.0f}"),
-    "policy/lag_mean": Figure("lag", "{:.1f}"),
-    "memory/peak_gb": Figure("memory", "{:.1f} GB"),
-    "ess": Figure("ess", "{:.2f}"),
-}
-
-
 ABOVE = ("why", "curves", "figures", "evaluations", "time", "plan", "completions")  # in the order of the picture
 CUTTABLE = ("plan", "figures")  # parts whose first lines are of use without the others
 
@@ -206,7 +165,7 @@ def _plan(state: State, width: int) -> dict[str, list[Text]]:
 
 def _progress(state: State, latest: Mapping[str, str], width: int, height: int) -> dict[str, list[Text]]:
     """The parts after the first step, the most important first."""
-    drawn = [name for name in CURVES if name in latest and len(state.series.get(name, [])) >= FEW]
+    drawn = [name for name in latest if len(state.series.get(name, [])) >= FEW]
     drawn = drawn[: min(3, max(1, width // 38))] if height >= ROOMY else []
     parts = {
         "curves": _curves(state, latest, drawn, width, max(4, height // 6)),

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 SAMPLE_EVERY = 10  # steps
 NOTE = "yellow"
 STEPS = 12  # most lines of steps that are printed after the picture
-FIRST, LAST = 20, 80  # how many of all other lines, from their beginning and their end
 
 
 class Line(NamedTuple):
@@ -248,13 +247,10 @@ class Screen:
 
 
 def worth_keeping(lines: Sequence[Line]) -> list[Line]:
-    """Every n-th and the last of the steps' lines, the first and the last of all others."""
+    """Every n-th and the last of the steps' lines, and all others."""
     steps = [i for i, line in enumerate(lines) if line.is_step]
-    others = [i for i, line in enumerate(lines) if not line.is_step]
-    missing = len(others) - FIRST - LAST
-    kept = {*steps[:: 1 + len(steps) // STEPS], *steps[-1:], *others[:FIRST], *others[-LAST:]}
-    more = [Line(f"{missing} more lines are in the run's log.txt", "dim")] if missing > 0 else []
-    return [lines[i] for i in sorted(kept)] + more
+    kept = {*steps[:: 1 + len(steps) // STEPS], *steps[-1:]}
+    return [line for i, line in enumerate(lines) if i in kept or not line.is_step]
 
 
 class _Output(Console):

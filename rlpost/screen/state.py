@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlpost.output import Pace
 from rlpost.record import (
@@ -36,17 +36,45 @@ NOTES = 4  # most notes kept for the picture
 AGAIN = "Ctrl-C again leaves at once"
 STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
 Figures = Mapping[str, float | None]  # a step's metrics by their names in metrics.jsonl; None: not a finite number
-CURVES = (  # metrics that are kept for all steps
-    "reward/mean",
-    "accuracy/lenient",
-    "loss/dpo",
-    "loss/sft",
-    "loss/distill",
-    "completion/tokens_mean",
-    "sampler/logprob_gap",
-    "entropy",
-    "grad_norm",
-)
+SPEED = "tokens/second"
+
+
+class Figure(NamedTuple):
+    """A metric's label and format, and how its curve is drawn, if it is."""
+
+    label: str
+    form: str
+    scale: str = "{:.3g}"  # at the axis of its curve
+    colour: str = ""  # of its curve; empty: it is not drawn as one
+    from_zero: bool = False
+
+
+FIGURES = {
+    "reward/mean": Figure("reward", "{:.2f}", colour="green", from_zero=True),
+    "accuracy/lenient": Figure("accuracy", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
+    "loss/dpo": Figure("loss", "{:.3f}", colour="green"),
+    "pair_accuracy": Figure("pairs", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
+    "loss/sft": Figure("loss", "{:.3f}", colour="green"),
+    "loss/distill": Figure("loss", "{:.3f}", colour="blue"),
+    "completion/tokens_mean": Figure("tokens", "{:.1f}", colour="magenta"),
+    "sampler/logprob_gap": Figure("gap", "{:.3f}", colour="yellow"),
+    SPEED: Figure("tok/s", "{:.0f}"),
+    "grad_norm": Figure("grad", "{:.2f}", colour="red"),
+    "entropy": Figure("entropy", "{:.2f}", colour="blue"),
+    "groups/zero_std": Figure("no spread", "{:.0%}"),
+    "selected/share": Figure("selected", "{:.0%}"),
+    "epoch": Figure("epoch", "{:.2f}"),
+    "completion/truncated": Figure("truncated", "{:.0%}"),
+    "kl/ref": Figure("kl to ref", "{:.4f}"),
+    "kl/teacher": Figure("kl to teacher", "{:.4f}"),
+    "ratio/clip_fraction": Figure("clipped", "{:.1%}"),
+    "lr": Figure("lr", "{:.2g}"),
+    "reward/std": Figure("reward sd", "{:.2f}"),
+    "policy/version": Figure("version", "{:.0f}"),
+    "policy/lag_mean": Figure("lag", "{:.1f}"),
+    "memory/peak_gb": Figure("memory", "{:.1f} GB"),
+    "ess": Figure("ess", "{:.2f}"),
+}
 
 
 @dataclass
@@ -75,7 +103,7 @@ class State:
     phase: Phase | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # of finished phases, by kind; `loading` comes first
     latest: dict[str, float] = field(default_factory=dict)
-    series: dict[str, list[float]] = field(default_factory=dict)  # of CURVES, NaN for a step without a number
+    series: dict[str, list[float]] = field(default_factory=dict)  # for curves; NaN for a step without a number
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # the first and the latest
     samples: Sequence[Shown] = ()  # of the last step that had any
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES))
@@ -156,8 +184,8 @@ class State:
         if step == 0:
             return
         self.latest = _numbers(metrics)
-        for name in CURVES:
-            if name in metrics:
+        for name, figure in FIGURES.items():
+            if figure.colour and name in metrics:
                 self.series.setdefault(name, []).append(self.latest.get(name, math.nan))
 
 

@@ -30,8 +30,9 @@ from rlpost.record import Fact
 from rlpost.settings import EnvSettings, EvalSettings, GRPOSettings, PolicyLossSettings, TrainSamplingSettings
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
 from rlpost.train.facts import precision_fact
+from rlpost.train.parts import ObjectiveT
 from rlpost.train.resolve import kept_of, resolve
-from rlpost.train.sampling import ObjectiveT, SamplingParts
+from rlpost.train.sampling import SamplingParts
 
 if TYPE_CHECKING:
     from rlpost.collectors.driver import GroupDriver

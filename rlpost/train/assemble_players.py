@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +118,12 @@ def assemble_driver(
 class Output:
     """The place of this process's output when the first worker starts; replacements write there too."""
 
-    def __init__(self) -> None:
-        self._descriptor: int | None = None
-
-    @property
+    @cached_property
     def descriptor(self) -> int:
         """A descriptor of the open log, which stays valid when this process's output is redirected."""
-        if self._descriptor is None:
-            self._descriptor = os.dup(1)
-            weakref.finalize(self, os.close, self._descriptor)
-        return self._descriptor
+        descriptor = os.dup(1)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
 
 def _local_worker(order: PlayerOrder, seats: list[dict[str, str]], output: Output, seat: int) -> WorkerProcess:

@@ -44,18 +44,13 @@ def last_lines(closing: Closing, request: RunRequest, progress: Progress) -> lis
     words = [*closing.notes, *_best(folder, progress)]
     if closing.talks:
         words.append("talk to it:   " + shlex.join(["rlpost", "chat", str(folder)]))
-    words += _evaluate(folder, *(more or []))
-    if closing.was_tuned and more is not None:
+    if (evaluated := evaluation_words(read_run(folder))) is not None:
+        words.append(_command(folder, "evaluate it:", "eval", *evaluated, *(more or [])))
+    if more is not None:
         kept = [word for word in request.overrides if word.startswith(("env=", "env.", "plugin="))]
         kept = [word for word in kept if word.partition("=")[0] not in TRAIN_GRPO.without]
         words.append(_command(folder, "train on:", "train grpo", *kept, *more))
     return words
-
-
-def _evaluate(folder: Path, *more: str) -> list[str]:
-    """The command that evaluates the run in its own environment, with `more`; none where there is none."""
-    words = evaluation_words(read_run(folder))
-    return [] if words is None else [_command(folder, "evaluate it:", "eval", *words, *more)]
 
 
 def _command(folder: Path, label: str, verb: str, *words: str) -> str:

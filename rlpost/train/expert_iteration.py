@@ -36,7 +36,8 @@ def learn(run: Run[ExpertIterationSettings, ExpertIterationParts], parts: Expert
     """The loop: every step still to do."""
     settings, progress = run.settings, run.progress
     prompts, size, passes = settings.prompts_per_step, settings.minibatch_size, settings.passes
-    updates = most_updates(prompts * settings.topk_size, size, passes)
+    most = prompts * settings.topk_size  # completions selected from a step
+    updates = passes * ceil(most / (size or most))  # at most; the schedule of the learning rate counts these
     ranks = run.ranks.over(settings.steps * updates)
     for step in run.steps():
         step.metrics |= parts.collector.fill(prompts)  # sample until the buffer has whole groups, none too old
@@ -71,11 +72,6 @@ def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str,
         "selected/reward_mean": sampled["next", "reward"][places].mean().item(),  # NaN where nothing is selected
         "selected/prompts": float(sampled["group_id"][places].unique().numel()),
     }
-
-
-def most_updates(selected: int, size: int | None, passes: int) -> int:
-    """Optimizer steps of a step that selects as much as it can; the schedule of the learning rate counts these."""
-    return passes * ceil(selected / (size or selected))
 
 
 def minibatches(rows: Sequence[Row], size: int | None, passes: int) -> Iterator[Sequence[Row]]:

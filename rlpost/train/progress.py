@@ -79,18 +79,18 @@ class BestSoFar:
             return False
         self.evaluated_step = step
         self.evaluations_since_best += 1
-        if reward is None and not figure.is_share:
-            if self.best_step is not None and (self.best_loss is None or figure.value >= self.best_loss):
+        accuracy = figure.value if figure.is_share else None
+        earned = reward.value if reward is not None else None
+        loss = figure.value if accuracy is None and earned is None else None
+        if self.best_step is not None:
+            so_far = self.best_accuracy or 0.0, self.best_reward or 0.0
+            is_better = (accuracy or 0.0, earned or 0.0) > so_far
+            if loss is not None:
+                is_better = self.best_loss is not None and loss < self.best_loss
+            if not is_better:
                 return False
-            self.best_step, self.best_loss, self.evaluations_since_best = step, figure.value, 0
-            return True
-        accuracy, earned = figure.value if figure.is_share else 0.0, reward.value if reward else 0.0
-        so_far = self.best_accuracy or 0.0, self.best_reward or 0.0
-        if self.best_step is not None and (accuracy, earned) <= so_far:
-            return False
         self.best_step, self.evaluations_since_best = step, 0
-        self.best_accuracy = accuracy if figure.is_share else None
-        self.best_reward = earned if reward else None
+        self.best_accuracy, self.best_reward, self.best_loss = accuracy, earned, loss
         return True
 
 
@@ -128,11 +128,6 @@ class LearningSoFar:
         if math.isfinite(mean):
             self.first_reward = mean if self.first_reward is None else self.first_reward
             self.reward_varied |= metrics["reward/std"] > 0 or not math.isclose(mean, self.first_reward, abs_tol=1e-9)
-
-    @property
-    def has_explained_why(self) -> bool:
-        """Whether nothing is learned, and a warning has said so with the likely reason."""
-        return bool(self.stands_still) and self.steps_watched >= PATIENCE
 
     @property
     def same_reward(self) -> float | None:
@@ -211,5 +206,4 @@ class Closing:
 
     notes: Sequence[str] = ()
     talks: bool = False  # whether talking to it shows something
-    reward_words: list[str] | None = None  # the settings with which replies can be scored; None: nothing scores them
-    was_tuned: bool = False  # on rows, so that training on rewards can follow
+    reward_words: list[str] | None = None  # the settings with which replies can be scored, of a model tuned on rows

@@ -5,14 +5,16 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel
 
-from rlpost.model.packing import Reference, Row, as_reference_reads
-from rlpost.settings import OptimSettings
+from rlpost.model.packing import Row, as_reference_reads
+from rlpost.model.weights import is_sharded
 from rlpost.train.update import Learner, Microbatches, Objective, Update, bad_gradients, read_log_probs, update
 
 Progress = Callable[[int, int], None]
@@ -56,11 +58,14 @@ class Ranks:
 
         `progress` is called with the rows that this rank has read so far and with their total.
         """
-        return self.own.read_log_probs(rows, temperature, progress)
+        return self._read("read_log_probs", rows, temperature, progress)
 
     def read_reference(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
         """log π of the reference for each row, in the same way."""
-        return self.own.read_reference(rows, temperature)
+        return self._read("read_reference", rows, temperature)
+
+    def _read(self, method: str, rows: Sequence[Row], temperature: float, *more: Any) -> list[torch.Tensor]:
+        return getattr(self.own, method)(rows, temperature, *more)
 
     def fill_reference(self, rows: Sequence[Row], temperature: float = 1.0) -> None:
         """Set the reference's log-probs on `rows`, if the loss has a reference; it reads the prompts meant for it."""
@@ -68,53 +73,46 @@ class Ranks:
             for row, log_probs in zip(rows, self.read_reference(rows, temperature), strict=True):
                 row.ref_log_probs = log_probs
 
+    def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call `method` of each rank's `Rank`; returns their results, this rank's first."""
+        return [getattr(self.own, method)(*arguments)]
+
     def share_objective(self) -> None:
         """Send the objective, which has changed, to the other ranks."""
+        self.on_all("take_objective", self.own.objective)
 
     def move_reference(self, share: float) -> None:
         """See `Rank.move_reference`, on every rank."""
-        self.own.move_reference(share)
+        self.on_all("move_reference", share)
 
-    def save_moments(self) -> Callable[[Path], None] | None:
+    def save_moments(self) -> Callable[[Path], Any] | None:
         """The function that writes the optimizer's state if the ranks share it; None if rank 0 has all of it."""
-        return None
+        return partial(self.on_all, "save_moments") if is_sharded(self.own.model) else None
 
     def bad_gradients(self) -> list[str]:
         """Names of the parameters whose gradient is not finite in some rank's part."""
-        return self.own.bad_gradients()
+        return list(dict.fromkeys(chain.from_iterable(self.on_all("bad_gradients"))))
 
     def free_unused(self) -> None:
         """See `Rank.free_unused`, on every rank."""
-        self.own.free_unused()
+        self.on_all("free_unused")
 
     def memory(self) -> dict[str, float]:
         """Each rank's peak memory in GB; empty with one rank."""
-        return {}
+        if self.count == 1:
+            return {}
+        return {f"memory/rank_{number}_gb": peak for number, peak in enumerate(self.on_all("peak_gb"))}
 
 
-class Rank:
+@dataclass(eq=False)
+class Rank(Learner[Any]):
     """One rank's model, or its part of it, and the work that all ranks do at once."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
-        reference: Reference | None,
-        objective: Objective[Any],
-        optim: OptimSettings,
-        microbatches: Microbatches,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.reference = reference
-        self.objective = objective
-        self.optim = optim
-        self.microbatches = microbatches
+    microbatches: Microbatches
 
     def update(self, rows: Sequence[Row], number: int, total_updates: int) -> Update[Any]:
         """Take optimizer step `number` of `total_updates`; this rank reads `rows` of the minibatch."""
-        learner = Learner(self.model, self.optimizer, self.objective, self.optim, total_updates, self.reference)
-        return update(learner, self.microbatches, rows, number)
+        return update(self, self.microbatches, rows, number, total_updates)
 
     def read_log_probs(
         self, rows: Sequence[Row], temperature: float, progress: Progress = lambda done, total: None
@@ -135,6 +133,16 @@ class Rank:
         with self.reference() as reference:
             for frozen, trained in zip(reference.parameters(), self.model.parameters(), strict=True):
                 frozen.lerp_(trained, share)
+
+    def take_objective(self, objective: Objective[Any]) -> None:
+        """Minimise this from now on."""
+        self.objective = objective
+
+    def save_moments(self, folder: Path) -> None:
+        """Write this rank's part of the optimizer's state."""
+        from rlpost.model.sharding import save_moments
+
+        save_moments(self.model, self.optimizer, folder)
 
     def bad_gradients(self) -> list[str]:
         """The parameters whose gradient is not finite."""

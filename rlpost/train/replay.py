@@ -38,8 +38,8 @@ from rlpost.train.assemble import policy_objective
 from rlpost.train.progress import CORRECTION_METRICS, Progress
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve
-from rlpost.train.step import Pushes, Step
-from rlpost.train.update import Learner, Microbatches, Update, gradient_of, of_each_row
+from rlpost.train.step import Step
+from rlpost.train.update import Microbatches, Update, gradient_of, of_each_row
 
 EXACT, ROUNDED = 1e-6, 1e-3  # how far a loss may be from the recorded one, without autocast and with
 ONE_MICROBATCH = 1 << 62  # more tokens than any minibatch has
@@ -204,8 +204,7 @@ class StillRank(Rank):
 
     def update(self, rows: Sequence[Row], number: int, total_updates: int) -> Update[Any]:
         """See `gradient_of`."""
-        learner = Learner(self.model, self.optimizer, self.objective, self.optim, total_updates, self.reference)
-        return gradient_of(learner, self.microbatches, rows)
+        return gradient_of(self, self.microbatches, rows)
 
     def move_reference(self, share: float) -> None:
         """Leave the reference as it is, for the other settings."""
@@ -222,7 +221,7 @@ class ReplayedStep(Step):
         self.num_updates += 1
         return super().update(minibatch, number) if self.num_updates == 1 else Update([], 0.0, stepped=False)
 
-    def push(self, collector: Pushes) -> None:
+    def push(self, collector: Any) -> None:
         """Push nothing: no policy samples."""
 
 
@@ -259,8 +258,9 @@ class Trial:
         model, optimizer = trainable.model, trainable.optimizer
         microbatches = Microbatches(settings.microbatch_tokens, device_of(model), settings.model.autocast)
         reference = trainable.reference if settings.needs_reference else None
+        rank = StillRank(model, optimizer, objective, settings.optim, reference, microbatches)
         ranks = Ranks()
-        ranks.begin(StillRank(model, optimizer, reference, objective, settings.optim, microbatches), None)
+        ranks.begin(rank, None)
         step = ReplayedStep(recorded["step"], recorded["step"], ranks)
         progress = Progress(entropy_coef=recorded.get("entropy_coef"))  # not adapted again, since it has no entropy
         run: Any = SimpleNamespace(settings=settings, ranks=ranks, progress=progress, total_steps=1)

@@ -10,44 +10,39 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from rlpost.config.compose import environments_of
 from rlpost.data import faults
-from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Demonstration, E, Encoded, Sample
 from rlpost.data.encoding import LazySamples, RowEncoder, encode_all
 from rlpost.data.faults import BadRows
 from rlpost.data.order import OrderedRows
-from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.row_checks import look_at_rows
 from rlpost.errors import DataError, RlpostError
-from rlpost.evaluation.play import halves, held_out_metrics, play
-from rlpost.evaluation.saved import demonstration_row, sample_rows
+from rlpost.evaluation.saved import demonstration_row
 from rlpost.model.load import context_length
 from rlpost.model.packing import Row
-from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
-from rlpost.policies.base import Policy
+from rlpost.model.trainable import load_trainable, starting_tokenizer
 from rlpost.policies.build import build_policy
 from rlpost.record import Fact
 from rlpost.screen import Screen
 from rlpost.settings import FineTuningSettings, OwnRowsSettings, SamplingSettings
 from rlpost.text import counted
 from rlpost.train.facts import Seen, Tokens, facts_of, trained_on_too
-from rlpost.train.progress import Closing, check_enough_to_decide
+from rlpost.train.parts import HeldOut, ObjectiveT, Parts
+from rlpost.train.progress import Closing
 from rlpost.train.ranks import Ranks
 from rlpost.train.resolve import Change
-from rlpost.train.sampling import HeldOut, ObjectiveT
 from rlpost.weight_sync.base import WeightUpdater, default_updater
 
 if TYPE_CHECKING:
@@ -89,15 +84,11 @@ def row_of(sample: Sample, prompt_length: int | None = None) -> Row:
     )
 
 
-@dataclass
-class RowParts(Generic[E, ObjectiveT]):
+@dataclass(kw_only=True)
+class RowParts(Parts[ObjectiveT], Generic[E, ObjectiveT]):
     """Everything that a loop on rows works with; `E` is a row as it is trained on."""
 
     settings: FineTuningSettings
-    model_folder: Path
-    tokenizer: Any
-    model: PreTrainedModel
-    reference: Reference | None  # None unless the loss compares with it
     kind: Kind[E]
     samples: OrderedRows[E]
     bad_rows: BadRows  # where `samples` are lazy, the malformed ones: the samples themselves count the others
@@ -105,16 +96,13 @@ class RowParts(Generic[E, ObjectiveT]):
     held_out: list[E]  # none where evaluation is off
     shown_held_out: list[Demonstration]  # the rows that they are made of, bad ones included
     shared: int  # of them, how many are trained on too
-    eval_env: DatasetChatEnv  # whose held-out prompts `policy` answers
-    policy: Policy | None  # None unless eval.accuracy
-    notes: list[str]  # what a user should know of the data before training begins
-    data: dict[str, str]  # the rows of each split: see `DatasetChatEnv.content`
-    objective: ObjectiveT
     figures: Figures  # of the held-out rows
-    optimizer: torch.optim.Optimizer
-    opened: ExitStack = field(default_factory=ExitStack)  # closes the policy, and the environment with its tools
-    collector: None = None  # it trains on rows that were there before
     position: int = 0  # samples trained on, those of every epoch counted
+
+    @property
+    def lazy(self) -> LazySamples[E] | None:
+        """The samples, where they are encoded when they are drawn."""
+        return self.samples.rows if isinstance(self.samples.rows, LazySamples) else None
 
     @property
     def samples_left(self) -> int | None:
@@ -125,15 +113,27 @@ class RowParts(Generic[E, ObjectiveT]):
         settings = self.settings
         return None if settings.steps is not None else (settings.epochs or 1) * self.samples.count() - self.position
 
-    @property
-    def num_played(self) -> int:
-        """How many held-out prompts an evaluation plays; 0 where no reply is scored."""
-        limit = self.settings.eval.limit or self.settings.env.eval_limit
-        return min(limit, self.eval_env.num_tasks) if self.policy is not None else 0
-
     def stream(self, note: Callable[[str], None]) -> Iterator[E]:
-        """The samples from the saved position on, without end; see `samples_from`."""
-        return samples_from(self.samples, self._drawn, note)
+        """The samples from the saved position on, without end.
+
+        Of many rows, which are encoded here, untrainable ones are skipped, and the next take their
+        place: the first of each kind is given to `note`. Raises DataError where more than
+        `max_bad_share` of the rows met so far are bad.
+        """
+        samples, rows, drawn = self.samples, self.lazy, self._drawn
+        if rows is None:
+            yield from samples.iter_from(drawn)
+            return
+        noted: set[tuple[str, str]] = set()
+        for place in itertools.count(drawn):
+            sample, is_news = rows.meet(samples.row_at(place), first_pass=place < len(rows))
+            fault = sample.fault.value if sample.fault else ""
+            done = "the rest is trained on" if sample.num_trained else "skipped"
+            if is_news and (fault, done) not in noted:  # the end of the run counts them all
+                noted.add((fault, done))
+                note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
+            if sample.num_trained:
+                yield sample
 
     def take(self, stream: Iterator[E]) -> list[E]:
         """The samples of a step: a minibatch, or fewer where training ends."""
@@ -149,8 +149,7 @@ class RowParts(Generic[E, ObjectiveT]):
 
     def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:
         """The facts of this training; `seen` says what is known of it beside its parts."""
-        settings, env, samples = self.settings, self.settings.env, self.samples.rows
-        lazy = samples if isinstance(samples, LazySamples) else None
+        settings, samples, lazy = self.settings, self.samples.rows, self.lazy
         trained = lazy.num_trained if lazy else sum(sample.num_trained for sample in samples)
         read = lazy.num_read if lazy else sum(sample.num_read for sample in samples)
         notes = [
@@ -159,10 +158,6 @@ class RowParts(Generic[E, ObjectiveT]):
             *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
             *(f"bad rows held out: {line}" for line in self.bad_held_out.lines()),
         ]
-        if self.policy is not None:
-            check_enough_to_decide(settings.eval, env, self.eval_env.num_tasks)
-            cut = thinking_cut_short(self.tokenizer, env.max_completion_tokens, "env.max_completion_tokens")
-            notes += [cut] if cut else []
         if self.shared:
             notes.append(trained_on_too(self.shared, counted(len(self.held_out), "held-out row"), "a loss"))
         seen = replace(
@@ -178,11 +173,10 @@ class RowParts(Generic[E, ObjectiveT]):
     @property
     def closing(self) -> Closing:
         """The notes at the end of the training, and the settings that score replies."""
-        rows = self.samples.rows
         bad = []
-        if isinstance(rows, LazySamples) and rows.met:
-            bad = [f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped"]
-        return Closing(notes=bad, talks=True, reward_words=self.words_for_rewards, was_tuned=True)
+        if self.lazy is not None and self.lazy.met:
+            bad = [f"bad rows met in training: {self.lazy.met:,}, {self.lazy.skipped:,} of all drawn were skipped"]
+        return Closing(notes=bad, talks=True, reward_words=self.words_for_rewards)
 
     @property
     def words_for_rewards(self) -> list[str] | None:
@@ -208,10 +202,10 @@ class RowParts(Generic[E, ObjectiveT]):
         figures, losses = self.figures(ranks, rows, lambda n, total: screen.phase("evaluating", "the loss", n, total))
         figures = {**figures, "eval/tokens": tokens, "eval/rows": float(count)}
         if self.policy is not None:
-            played = self._play(self.policy, screen)
-            stops = bool(self.settings.eval.stops)
-            metrics = held_out_metrics(played, k=[1], temperature=0.0, some_decide=stops)
-            return HeldOut(figures | metrics, sample_rows(halves(played)[0] if stops else played))
+            self._updater.push(self.model)
+            replies = self.play_held_out(screen, SamplingSettings(temperature=0.0), what="replies")
+            self.policy.rest()
+            return HeldOut(figures | replies.metrics, replies.table)
         samples = [sample for each in self.held_out for sample in each.samples]
         return HeldOut(figures, loss_rows(self.shown_held_out, samples, losses, self.tokenizer) if losses else [])
 
@@ -225,46 +219,27 @@ class RowParts(Generic[E, ObjectiveT]):
         assert self.policy is not None
         return default_updater(self.policy)
 
-    def _play(self, policy: Policy, screen: Screen) -> list[Conversation]:
-        """Greedy replies to the held-out prompts, scored."""
-        self._updater.push(self.model)
-        before = policy.tokens_sampled
-        played = play(
-            self.eval_env,
-            policy,
-            num_prompts=self.num_played,
-            samples=1,
-            sampling=SamplingSettings(temperature=0.0),
-            progress=lambda n, of: screen.phase("evaluating", "replies", n, of, policy.tokens_sampled - before),
-        )
-        policy.rest()
-        return played
-
     @property
     def _drawn(self) -> int:
         """Rows that have been drawn: the samples, and those skipped."""
-        rows = self.samples.rows
-        return self.position + (rows.skipped if isinstance(rows, LazySamples) else 0)
+        return self.position + (0 if self.lazy is None else self.lazy.skipped)
 
     def _fingerprint(self) -> str:
         """Everything that the saved position depends on, in words; the first rows drawn are encoded for it."""
-        samples, rows = self.samples, self.samples.rows
-        text = samples.fingerprint(self._drawn)
-        if not isinstance(rows, LazySamples):
+        text = self.samples.fingerprint(self._drawn)
+        if self.lazy is None:
             return text
-        return f"{text}, tokens {rows.fingerprint(map(samples.row_at, range(min(self._drawn, FIRST))))}"
+        return f"{text}, tokens {self.lazy.fingerprint(map(self.samples.row_at, range(min(self._drawn, FIRST))))}"
 
     def state(self) -> dict[str, Any]:
         """The position in the samples, and everything that it depends on."""
-        rows = self.samples.rows
-        met = rows.state() if isinstance(rows, LazySamples) else None
+        met = None if self.lazy is None else self.lazy.state()
         return {"samples": self._fingerprint(), "met": met, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Raises DataError where the samples are not those the run began with."""
-        rows = self.samples.rows
-        if isinstance(rows, LazySamples) and state.get("met"):
-            rows.restore(state["met"])
+        if self.lazy is not None and state.get("met"):
+            self.lazy.restore(state["met"])
         self.position = state["position"] if "position" in state else state["progress"]["position"]  # of an older run
         these = self._fingerprint()
         if state["samples"] != these:
@@ -272,29 +247,6 @@ class RowParts(Generic[E, ObjectiveT]):
                 f"--resume: the run has {state['samples']}, and this data gives {these}: resume with the data, the "
                 "tokenizer and the env settings it began with; only rows that were not drawn yet may go"
             )
-
-
-def samples_from(samples: OrderedRows[E], drawn: int, note: Callable[[str], None]) -> Iterator[E]:
-    """The samples that follow the first `drawn` rows, without end.
-
-    Of many rows, which are encoded here, untrainable ones are skipped, and the next take their
-    place: the first of each kind is given to `note`. Raises DataError where more than
-    `max_bad_share` of the rows met so far are bad.
-    """
-    rows = samples.rows
-    if not isinstance(rows, LazySamples):
-        yield from samples.iter_from(drawn)
-        return
-    noted: set[tuple[str, str]] = set()
-    for place in itertools.count(drawn):
-        sample, is_news = rows.meet(samples.row_at(place), first_pass=place < len(rows))
-        fault = sample.fault.value if sample.fault else ""
-        done = "the rest is trained on" if sample.num_trained else "skipped"
-        if is_news and (fault, done) not in noted:  # the end of the run counts them all
-            noted.add((fault, done))
-            note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
-        if sample.num_trained:
-            yield sample
 
 
 def assemble_rows(

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 import torch
 import yaml
-from transformers import PreTrainedModel
 
+from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
 from rlpost.estimate.machine import ranks_started
 from rlpost.estimate.needs import Machine, Needs, needs_of, share_beside
@@ -27,13 +27,12 @@ from rlpost.model.locate import shape_of
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.memory import MemoryWatch, frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import set_learning_rate
-from rlpost.model.packing import Reference, Row
+from rlpost.model.packing import Row
 from rlpost.model.precision import this_device
 from rlpost.model.tokenizer import notes_of_model
 from rlpost.model.trainable import forward_precision
 from rlpost.model.weights import is_sharded
 from rlpost.output import output_into
-from rlpost.policies.base import Policy
 from rlpost.record import Fact
 from rlpost.runs.checkpoint import Saving, kept_precision, load_checkpoint, restore_moments
 from rlpost.runs.folder import RunFolder
@@ -44,17 +43,15 @@ from rlpost.settings.commands import RunRequest
 from rlpost.text import without_passwords
 from rlpost.train.facts import Seen, needs_facts
 from rlpost.train.gate import gate_of, restart_with_weights
-from rlpost.train.progress import ENDS_TRAINING, Progress, evaluations_until, why_ended
+from rlpost.train.parts import Parts
+from rlpost.train.progress import ENDS_TRAINING, Progress, check_enough_to_decide, evaluations_until, why_ended
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import Change, in_yaml, kept_of, resolve
-from rlpost.train.sampling import HeldOut
 from rlpost.train.signals import Signals, Stopped
 from rlpost.train.step import Clock, NotFiniteError, Step
-from rlpost.train.update import Microbatches, Objective
+from rlpost.train.update import Microbatches
 
 if TYPE_CHECKING:
-    from rlpost.collectors.driver import GroupDriver
-    from rlpost.collectors.sync import SyncCollector
     from rlpost.tracking.trackers import Tracking
 
 log = logging.getLogger("rlpost")
@@ -63,50 +60,7 @@ Settings = SampledSettings | FineTuningSettings
 S = TypeVar("S", bound=Settings)
 
 
-class Parts(Protocol):
-    """The parts of a training, and the four functions in which trainings differ."""
-
-    model_folder: Path
-    tokenizer: Any
-    model: PreTrainedModel
-    reference: Reference | None
-    optimizer: torch.optim.Optimizer
-    data: dict[str, str]  # the rows of each split, in words with a hash
-    notes: list[str]  # what a user should know of the data
-    opened: contextlib.ExitStack  # closes what the parts have opened
-
-    @property
-    def objective(self) -> Objective[Any]:
-        """The objective to minimise."""
-        ...
-
-    @property
-    def policy(self) -> Policy | None:
-        """The policy that samples from the model; None: nothing does."""
-        ...
-
-    @property
-    def collector(self) -> SyncCollector | GroupDriver | None:
-        """The collector of the completions that are trained on; None: it trains on others."""
-        ...
-
-    def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:
-        """The facts of this training: what `resolve` has changed, and what is `seen` beside the parts."""
-        ...
-
-    def measure(self, ranks: Ranks, screen: Screen, when: str) -> HeldOut:
-        """Evaluate on held-out data; `when` names the evaluation on a plain terminal."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The state that resuming needs besides weights, optimizer and progress, JSON-compatible."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-
-
-P = TypeVar("P", bound=Parts)
+P = TypeVar("P", bound=Parts[Any])
 
 
 @dataclass(frozen=True)
@@ -328,27 +282,26 @@ class Run(Generic[S, P]):
         report = {"what": what, "parameters_with_bad_gradient": self.ranks.bad_gradients()}
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         save_model(self.parts.model, self.parts.tokenizer, folder / "model")
-        return DivergedError(  # the weights at the stop are likely to be ruined already
+        advice = "begin again with a lower optim.lr"  # the weights at the stop are likely to be ruined already
+        if last is not None:
+            advice = f"--resume auto with a lower optim.lr goes on from {last}"
+        return DivergedError(
             f"stopped before an update that would have destroyed the weights: {what}. The minibatch, the weights and a "
-            f"report are in {folder}; "
-            + (
-                f"--resume auto with a lower optim.lr goes on from {last}"
-                if last
-                else "begin again with a lower optim.lr"
-            )
+            f"report are in {folder}; {advice}"
         )
 
     def begin_ranks(self) -> None:
         """Send the objective to all ranks."""
         parts, tokens = self.parts, self.settings.microbatch_tokens
-        microbatches = Microbatches.shown_on(
-            self.screen,
+        microbatches = Microbatches(
             tokens,
             parts.model.device,
             forward_precision(self.settings.cluster, self.settings.model),
+            note=self.screen.note,
+            progress=lambda done, total: self.screen.phase("training", done=done, total=total),
             in_step=is_sharded(parts.model),
         )
-        own = Rank(parts.model, parts.optimizer, parts.reference, parts.objective, self.settings.optim, microbatches)
+        own = Rank(parts.model, parts.optimizer, parts.objective, self.settings.optim, parts.reference, microbatches)
         self.ranks.begin(own, tokens)
 
     # Beginning, going on, ending
@@ -377,7 +330,7 @@ class Run(Generic[S, P]):
 
     def _seen(self, needs: Needs | None) -> Seen:
         """The machine and model of the training, in words."""
-        model = self.parts.model
+        parts, model, env = self.parts, self.parts.model, self.settings.env
         size = parameters_text(sum(each.numel() for each in model.parameters()))
         group = getattr(self.settings, "group_size", 1)  # rows that share a prompt
         adapter = ""
@@ -385,6 +338,12 @@ class Run(Generic[S, P]):
             from rlpost.model.lora import describe_adapter
 
             adapter = describe_adapter(model)
+        notes = notes_of_model(self.settings.model, self.settings.lora.path)
+        if parts.policy is not None:
+            if self.settings.eval.enabled:
+                check_enough_to_decide(self.settings.eval, env, parts.eval_env.num_tasks)
+            cut = thinking_cut_short(parts.tokenizer, env.max_completion_tokens, "env.max_completion_tokens")
+            notes += [cut] if cut else []
         return Seen(
             model=f"{describe(self.parts.model_folder)}, {size}, {model.device}",
             writes=f"{self.folder.path}{f', and {self.tracking.name} follows' if self.tracking else ''}",
@@ -393,7 +352,7 @@ class Run(Generic[S, P]):
             adapter=adapter,
             ranks=self.ranks.count,
             steps=self.total_steps,
-            notes=notes_of_model(self.settings.model, self.settings.lora.path),
+            notes=notes,
             is_resumed=self.is_resumed,
         )
 

@@ -4,96 +4,60 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from transformers import PreTrainedModel
 
 from rlpost.collectors.sync import SyncCollector
 from rlpost.data.conversation import CUT, PolicyVersionLabel
 from rlpost.data.replay_buffer import GroupBuffer
-from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, RewardError
-from rlpost.model.packing import Reference
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.policies.base import Policy
 from rlpost.record import Fact
 from rlpost.screen import Screen
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
 from rlpost.train.facts import Seen, facts_of, trained_on_too
-from rlpost.train.progress import Closing, check_enough_to_decide
+from rlpost.train.parts import HeldOut, ObjectiveT, Parts
+from rlpost.train.progress import Closing
 from rlpost.train.ranks import Ranks
 from rlpost.train.resolve import Change
 from rlpost.train.step import Step
-from rlpost.train.update import Objective
 
 if TYPE_CHECKING:
     from rlpost.collectors.driver import GroupDriver
 
 log = logging.getLogger("rlpost")
-ObjectiveT = TypeVar("ObjectiveT", bound=Objective[Any])
 
 
-class HeldOut(NamedTuple):
-    """The result of an evaluation: its metrics, and a row for each completion or demonstration."""
-
-    metrics: dict[str, float]
-    table: list[dict[str, Any]]
-
-
-@dataclass
-class SamplingParts(Generic[ObjectiveT]):
+@dataclass(kw_only=True)
+class SamplingParts(Parts[ObjectiveT]):
     """The parts of every loop that learns from its own policy's samples."""
 
     settings: SampledSettings
-    objective: ObjectiveT
-    model_folder: Path
-    tokenizer: Any
-    model: PreTrainedModel
-    reference: Reference | None  # None where the loss compares with none
-    policy: Policy
+    policy: Policy  # type: ignore[assignment]  never None
     env: DatasetChatEnv
-    eval_env: DatasetChatEnv
-    collector: SyncCollector | GroupDriver
+    collector: SyncCollector | GroupDriver  # type: ignore[assignment]  never None
     buffer: GroupBuffer
-    optimizer: torch.optim.Optimizer
-    notes: list[str]  # what a user should know of the data before training begins
-    data: dict[str, str]  # the rows of each split: see `DatasetChatEnv.content`
-    opened: ExitStack = field(default_factory=ExitStack)  # closes the policy, and the environments with their tools
-
-    @property
-    def num_played(self) -> int:
-        """How many held-out prompts an evaluation plays."""
-        settings = self.settings
-        return min(settings.eval.limit or settings.env.eval_limit, self.eval_env.num_tasks)
 
     def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:
         """The facts of this training; `seen` says what is known of it beside its parts."""
         settings, env, held_out = self.settings, self.settings.env, self.eval_env
         has_rows, measured = hasattr(env, "path"), settings.eval.enabled
-        notes = [thinking_cut_short(self.tokenizer, env.max_completion_tokens, "env.max_completion_tokens")]
+        notes: list[str] = []
         for part in held_out.parts if measured else ():
             if shared := part.prompts_shared_with(self.env):
                 where = f" of {part.source_name}" if part.source_name else ""
                 notes.append(trained_on_too(shared, f"{part.num_tasks} held-out prompts{where}", "figures"))
-        if measured:
-            check_enough_to_decide(settings.eval, env, held_out.num_tasks)
         seen = replace(
             seen,
             policy=self.policy.name,
             rows=self.env.num_tasks if has_rows else None,
             held_out=held_out.num_tasks if measured else None,
-            notes=[
-                *seen.notes,
-                *(note for part in self.env.parts for note in part.notes),
-                *filter(None, notes),
-                *self.notes,
-            ],
+            notes=[*seen.notes, *(note for part in self.env.parts for note in part.notes), *notes, *self.notes],
         )
         return facts_of(settings, changes, seen)
 
@@ -107,28 +71,13 @@ class SamplingParts(Generic[ObjectiveT]):
 
         One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.
         """
-        from rlpost.evaluation.play import halves, held_out_metrics, play
-        from rlpost.evaluation.saved import sample_rows
-
-        settings, policy = self.settings.eval, self.policy
-        num_prompts, samples = self.num_played, samples_per_prompt(settings.k, settings.samples)
+        settings, sampling = self.settings.eval, self.policy.sampling
+        samples = samples_per_prompt(settings.k, settings.samples)
         if not screen.is_live:
-            screen.line(f"evaluating on {num_prompts} held-out prompts, {when} ...")
-        before = policy.tokens_sampled
-        sampling = replace(policy.sampling, temperature=0.0) if samples == 1 else policy.sampling
-        played = play(
-            self.eval_env,
-            policy,
-            num_prompts=num_prompts,
-            samples=samples,
-            sampling=sampling,
-            progress=lambda done, total: screen.phase("evaluating", "", done, total, policy.tokens_sampled - before),
-        )
-        reported = halves(played)[0] if settings.stops else played  # the other half decides when training ends
-        metrics = held_out_metrics(
-            played, k=settings.k, temperature=sampling.temperature, some_decide=bool(settings.stops)
-        )
-        return HeldOut(metrics, sample_rows(reported))
+            screen.line(f"evaluating on {self.num_played} held-out prompts, {when} ...")
+        if samples == 1:
+            sampling = replace(sampling, temperature=0.0)
+        return self.play_held_out(screen, sampling, samples=samples, k=settings.k)
 
     def state(self) -> dict[str, Any]:
         """The data cursor, the conversations in flight, the buffer and the version, at one moment."""

@@ -42,7 +42,7 @@ from rlpost.runs.checkpoint import restore_moments
 from rlpost.settings import ClusterSettings, ModelSettings
 from rlpost.settings.commands import TrainingSettings
 from rlpost.train.process_group import Place, device_of, forget_place, form_group, leave_group
-from rlpost.train.ranks import Progress, Rank, Ranks
+from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.update import Microbatches, Objective, Update
 from rlpost.weight_sync.base import named_weights
 
@@ -94,7 +94,7 @@ class SeveralRanks(Ranks):
             futures = [other.submit("begin", own.objective, tokens_per_microbatch) for other in self.others]
             self._answers(futures, "loading the model", LOAD_SECONDS)
         if is_sharded(own.model):
-            announce_with(own.model, self._gather)
+            announce_with(own.model, partial(self._tell, "gather"))
 
     def update(self, minibatch: Sequence[Row], number: int) -> Update[Any]:
         """Take optimizer step `number` (from 0), each rank on its share of `minibatch`."""
@@ -110,63 +110,14 @@ class SeveralRanks(Ranks):
         read = self._in_order(shares, [mine.log_probs, *(each.log_probs for each in theirs)]) if mine.stepped else []
         return Update(outputs, mine.grad_norm, mine.stepped, read)
 
-    def read_log_probs(
-        self, rows: Sequence[Row], *, temperature: float = 1.0, progress: Progress = lambda done, total: None
-    ) -> list[torch.Tensor]:
-        """log π of the trained model for each row; `progress` is called for the rows of this rank's share."""
-        return self._read("read_log_probs", rows, temperature, progress)
-
-    def read_reference(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
-        """log π of the reference for each row."""
-        return self._read("read_reference", rows, temperature)
-
-    def share_objective(self) -> None:
-        """Send the objective, which has changed, to the other ranks."""
-        self._answers(self._tell("take_objective", self.own.objective), "the objective")
-
-    def move_reference(self, share: float) -> None:
-        """See `Rank.move_reference`, on every rank."""
-        futures = self._tell("move_reference", share)
-        self.own.move_reference(share)
-        self._answers(futures, "its reference")
-
-    def save_moments(self) -> Callable[[Path], None] | None:
-        """The function that writes the optimizer's state; None if rank 0 has all of it."""
-        if not is_sharded(self.own.model):
-            return None
-
-        from rlpost.model import sharding
-
-        def save(folder: Path) -> None:
-            with self._naming():
-                futures = self._tell("save_moments", folder)
-                sharding.save_moments(self.own.model, self.own.optimizer, folder)
-                self._answers(futures, "saving")
-
-        return save
-
-    def bad_gradients(self) -> list[str]:
-        """Names of the parameters whose gradient is not finite in some rank's part."""
-        found = self.own.bad_gradients()
-        for theirs in self._answers(self._tell("bad_gradients"), "its gradients"):
-            found += [name for name in theirs if name not in found]
-        return found
-
-    def free_unused(self) -> None:
-        """See `Rank.free_unused`, on every rank."""
-        futures = self._tell("free_unused")
-        self.own.free_unused()
-        self._answers(futures, "its memory")
-
-    def memory(self) -> dict[str, float]:
-        """Each rank's peak memory in GB."""
-        peaks = [self.own.peak_gb(), *self._answers(self._tell("peak_gb"), "its memory")]
-        return {f"memory/rank_{number}_gb": peak for number, peak in enumerate(peaks)}
+    def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """See `Ranks.on_all`."""
+        with self._naming():
+            futures = self._tell(method, *arguments)
+            own = getattr(self.own, method)(*arguments)
+            return [own, *self._answers(futures, f"the answer to {method}")]
 
     # Calls to the others
-
-    def _gather(self, name: str) -> None:
-        self._tell("gather", name)
 
     def _read(self, method: str, rows: Sequence[Row], temperature: float, *more: Any) -> list[torch.Tensor]:
         shares = self._shares(rows)
@@ -179,11 +130,9 @@ class SeveralRanks(Ranks):
     @staticmethod
     def _in_order(shares: list[list[int]], values: Sequence[Sequence[Any]]) -> list[Any]:
         """The values of each rank's share of the rows, in the order of the rows."""
-        found = {
-            place: each
-            for share, own in zip(shares, values, strict=True)
-            for place, each in zip(share, own, strict=True)
-        }
+        found: dict[int, Any] = {}
+        for share, own in zip(shares, values, strict=True):
+            found.update(zip(share, own, strict=True))
         return [found[place] for place in range(len(found))]
 
     def _shares(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -369,10 +318,6 @@ def _orphaned(place: Place, terminal: int) -> None:
 class Follower(Rank):
     """A rank above 0, with the work that rank 0 does elsewhere."""
 
-    def take_objective(self, objective: Objective[Any]) -> None:
-        """Minimise this from now on."""
-        self.objective = objective
-
     def gather(self, name: str) -> None:
         """Take part in gathering a weight, or the adapter, that rank 0 reads."""
         if name == ADAPTER:
@@ -383,12 +328,6 @@ class Follower(Rank):
     @cached_property
     def _gathered(self) -> Mapping[str, torch.Tensor]:
         return named_weights(self.model)
-
-    def save_moments(self, folder: Path) -> None:
-        """Write this rank's part of the optimizer's state."""
-        from rlpost.model.sharding import save_moments
-
-        save_moments(self.model, self.optimizer, folder)
 
 
 class OtherRank:
@@ -430,9 +369,9 @@ class OtherRank:
         self._rank = Follower(
             loaded.model,
             loaded.optimizer,
-            loaded.reference,
             objective,
             settings.optim,
+            loaded.reference,
             Microbatches(
                 tokens_per_microbatch,
                 weights.device_of(loaded.model),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
@@ -13,6 +13,10 @@ from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row
 from rlpost.train.ranks import Ranks
 from rlpost.train.update import Update
+
+if TYPE_CHECKING:
+    from rlpost.collectors.driver import GroupDriver
+    from rlpost.collectors.sync import SyncCollector
 
 
 class Clock:
@@ -45,18 +49,6 @@ class Clock:
 
 class NotFiniteError(FloatingPointError):
     """A loss or gradient of an update is not finite."""
-
-
-class Pushes(Protocol):
-    """A collector, as far as a step pushes weights to its policy."""
-
-    def update_policy_weights_(self, policy_or_weights: Any) -> None:
-        """Push weights; the version rises once all of them have arrived."""
-        ...
-
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds spent on sampling and scoring since the last call, under the names of metrics.jsonl."""
-        ...
 
 
 @dataclass
@@ -130,7 +122,7 @@ class Step:
         self.has_unpushed_weights |= updated.stepped
         return updated
 
-    def push(self, collector: Pushes) -> None:
+    def push(self, collector: SyncCollector | GroupDriver) -> None:
         """Push the weights to the policy, if an update has changed them, and check that they have arrived."""
         if self.frees_before_push:
             self.ranks.free_unused()

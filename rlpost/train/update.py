@@ -20,7 +20,6 @@ from rlpost.model.optim import learning_rate, set_learning_rate
 from rlpost.model.packing import Microbatch, Reference, Row, filler, largest_group, pack
 from rlpost.model.precision import autocast
 from rlpost.model.weights import divided_again, whole
-from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
 
 
@@ -54,7 +53,7 @@ class Objective(Protocol[Out_co]):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Learner(Generic[Out]):
     """The model, the objective that it minimises, and the optimizer's settings."""
 
@@ -62,8 +61,7 @@ class Learner(Generic[Out]):
     optimizer: torch.optim.Optimizer
     objective: Objective[Out]
     optim: OptimSettings
-    total_updates: int  # optimizer steps of the whole run: the length of the learning rate's schedule
-    reference: Reference | None = None  # the frozen model that the objective compares with
+    reference: Reference | None  # the frozen model that the objective compares with
 
 
 @dataclass
@@ -91,12 +89,14 @@ def gradient_of(learner: Learner[Out], microbatches: Microbatches, minibatch: Se
     return Update(outputs, norm.item(), log_probs=[read.get(id(row)) for row in minibatch])
 
 
-def update(learner: Learner[Out], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[Out]:
-    """Optimizer step `number` (from 0) of the run, over `minibatch`, or over all ranks' minibatches together.
+def update(
+    learner: Learner[Out], microbatches: Microbatches, minibatch: Sequence[Row], number: int, total_updates: int = 1
+) -> Update[Out]:
+    """Optimizer step `number` (from 0) of `total_updates`, over `minibatch`, or over all ranks' minibatches together.
 
     Raises FloatingPointError, before any weight changed, if the loss or the gradient is not finite.
     """
-    set_learning_rate(learner.optimizer, learning_rate(number, learner.total_updates, learner.optim))
+    set_learning_rate(learner.optimizer, learning_rate(number, total_updates, learner.optim))
     computed = gradient_of(learner, microbatches, minibatch)
     if not computed.stepped:
         return computed
@@ -204,17 +204,6 @@ class Microbatches:
         self.in_step = in_step  # with the other ranks, who gather the weights for each microbatch together
         self._note = note
         self.progress = progress  # called with the completions that an update has read, and with their total
-
-    @classmethod
-    def shown_on(
-        cls, screen: Screen, tokens: int | None, device: torch.device, kind: Autocast, *, in_step: bool = False
-    ) -> Microbatches:
-        """Microbatches whose progress and notes appear on `screen`."""
-
-        def progress(done: int, total: int) -> None:
-            screen.phase("training", done=done, total=total)
-
-        return cls(tokens, device, kind, note=screen.note, progress=progress, in_step=in_step)
 
     def of(self, rows: Sequence[Row], *, share_prompts: bool = True, together: int = 1) -> Iterator[Microbatch]:
         """The microbatches of `rows`; see `pack` for `share_prompts` and `together`."""

@@ -290,10 +290,9 @@ class Symptoms(Watcher):
         if self.on_alarm is OnAlarm.off:
             return
         found = self._new_symptoms(step)
+        has_explained_why = bool(self.progress.stands_still) and self.progress.steps_watched >= PATIENCE
         for symptom in found:
-            if not (
-                self.progress.has_explained_why and symptom.name in STANDSTILL
-            ):  # the standstill was explained already
+            if not (has_explained_why and symptom.name in STANDSTILL):
                 self.run.warn(symptom.line())
         if found and self.on_alarm in (OnAlarm.checkpoint, OnAlarm.stop):
             step.must_save = True

@@ -77,7 +77,7 @@ class vLLMAdapterUpdater(WeightUpdater):
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
         wrapper = cast(vLLMWrapper, policy)
         with weights_folder(source, adapter=True) as folder:
-            wrapper.load_adapter(folder)
+            wrapper.load_adapter_folder(folder, None)
 
 
 def updater_of(policy: Policy) -> WeightUpdater:

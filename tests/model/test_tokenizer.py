@@ -12,9 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlpost.catalog import TRAIN_GRPO
 from rlpost.data.chat import stop_ids
-from rlpost.errors import CheckpointError
 from rlpost.model.load import save_model
 from rlpost.model.locate import locate_model, locate_tokenizer
 from rlpost.model.tokenizer import (
@@ -31,7 +29,6 @@ from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import ModelSettings, SamplingSettings, VLLMSettings
 from tests.export.checkpoints import byte_level
 from tests.model_families import tiny_model
-from tests.trainings import train_in
 
 TEXT = " the cat sat:  what is 17 + 2512?\n\nit's for the mat"
 
@@ -108,21 +105,6 @@ def test_facts_follow_the_files_and_the_chosen_template(tmp_path: Path, tiny_fol
         assert f"{each} has no" in tokenizer_facts(each).problem
     assert tokenizer_facts(folder, ModelSettings(path="m", chat_template="chatml")).end == "<|im_end|>"
     assert "special token" in tokenizer_facts(folder, ModelSettings(path="m", chat_template="llama3")).problem
-
-
-def test_run_that_began_with_other_ids_is_not_resumed(tmp_path: Path) -> None:
-    folder = as_deepseek_ships_it(tmp_path / "m", "llama")
-    words = [f"model={folder}", "policy=transformers", "env.max_completion_tokens=4", "prompts_per_step=1"]
-    words += ["group_size=2", "eval.enabled=false", "steps=1"]
-    assert train_in(TRAIN_GRPO, tmp_path / "run", words) == 0
-    saved = tmp_path / "run" / "checkpoints" / "latest" / "model"
-    assert ids_by(open_tokenizer(saved)) == ids_in(folder) == ids_in(saved)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(saved)  # what an earlier rlpost read, and saved
-    manifest = saved.parent / "manifest.json"
-    entries = {name: entry for name, entry in json.loads(manifest.read_text()).items() if "token" not in name}
-    manifest.write_text(json.dumps(entries))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        train_in(TRAIN_GRPO, tmp_path / "run", [*words, "steps=2"], resume="auto")
 
 
 # Where a turn ends

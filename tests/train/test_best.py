@@ -17,8 +17,9 @@ from rlpost.config.paths import resolve_model_path
 from rlpost.evaluation.play import EvalResult
 from rlpost.evaluation.statistics import Share
 from rlpost.settings.commands import HeldOutSettings
+from rlpost.train.parts import HeldOut
 from rlpost.train.progress import BestSoFar, Progress, why_ended
-from rlpost.train.sampling import HeldOut, SamplingParts
+from rlpost.train.sampling import SamplingParts
 from tests.says import Says
 from tests.trainings import printed, train_in
 

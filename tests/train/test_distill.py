@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from rlpost.objectives.distillation import DistillationObjective
 from rlpost.settings import Autocast, DistillationLossSettings, JSDLossSettings, OPDLossSettings, OptimSettings
 from rlpost.train.distill import assemble as assemble_distill
 from rlpost.train.ranks import Rank
-from rlpost.train.update import Learner, Microbatches, gradient_of
+from rlpost.train.update import Microbatches, gradient_of
 from tests.says import Says
 from tests.trainings import ends_alike, metrics, train_in, train_in_parts
 
@@ -80,10 +81,11 @@ def gradients(
     objective = DistillationObjective(settings, temperature=TEMPERATURE)
     microbatches = Microbatches(tokens, torch.device("cpu"), Autocast.none)
     optimizer = torch.optim.SGD(model.parameters())
-    rank = Rank(model, optimizer, lambda: nullcontext(frozen), objective, OptimSettings(), microbatches)
+    reference = partial(nullcontext, frozen)
+    rank = Rank(model, optimizer, objective, OptimSettings(), reference, microbatches)
     for row, log_probs in zip(rows, rank.read_reference(rows, TEMPERATURE), strict=True):
         row.ref_log_probs = log_probs
-    update = gradient_of(Learner(model, optimizer, objective, rank.optim, 1, rank.reference), microbatches, rows)
+    update = gradient_of(rank, microbatches, rows)
     found = [p.grad for p in model.parameters() if p.grad is not None]
     return sum(output.loss.item() for output in update.outputs), found
 

@@ -93,7 +93,7 @@ def test_gradient_is_the_same_however_pairs_are_split(words: list[str]) -> None:
         row.ref_log_probs = log_probs
 
     def gradient(rows: Sequence[Row], tokens: int) -> torch.Tensor:
-        learner = Learner(model, parts.optimizer, parts.objective, OptimSettings(), 1)
+        learner = Learner(model, parts.optimizer, parts.objective, OptimSettings(), None)
         gradient_of(learner, Microbatches(tokens, CPU, Autocast.none), rows)
         found = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
         parts.optimizer.zero_grad(set_to_none=True)

@@ -14,7 +14,8 @@ from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Score
-from rlpost.train.sampling import HeldOut, SamplingParts
+from rlpost.train.parts import HeldOut
+from rlpost.train.sampling import SamplingParts
 from tests.says import Says
 from tests.trainings import metrics, printed, train_in
 

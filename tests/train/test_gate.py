@@ -48,7 +48,8 @@ def assembled(*words: str) -> tuple[GRPOParts, Ranks]:
     parts.policy.start()
     ranks = Ranks()
     microbatches = Microbatches(None, parts.model.device, settings.model.autocast)
-    ranks.begin(Rank(parts.model, parts.optimizer, None, parts.objective, settings.optim, microbatches), None)
+    rank = Rank(parts.model, parts.optimizer, parts.objective, settings.optim, None, microbatches)
+    ranks.begin(rank, None)
     return parts, ranks
 
 

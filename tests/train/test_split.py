@@ -140,7 +140,7 @@ def stepped(
 ) -> tuple[torch.Tensor, Update[Any]]:
     """The gradient that a training would step with, and what it would report."""
     kept = Kept([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    learner = Learner(model, kept, objective, OptimSettings(max_grad_norm=1e9), total_updates=1)
+    learner = Learner(model, kept, objective, OptimSettings(max_grad_norm=1e9), None)
     microbatches = Microbatches(tokens_per_microbatch, CPU, Autocast.none, in_step=is_sharded(model))
     done = update(learner, microbatches, rows, 0)
     return kept.gradient, done

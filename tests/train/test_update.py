@@ -22,7 +22,7 @@ def learner_of(model: PreTrainedModel, max_grad_norm: float = 1.0) -> Learner:
         torch.optim.SGD(model.parameters(), lr=1.0),
         PolicyObjective(GRPOLossSettings(), temperature=1.0, max_completion_tokens=12),
         OptimSettings(lr=1.0, schedule=Schedule.constant, max_grad_norm=max_grad_norm),
-        total_updates=1,
+        None,
     )
 
 
