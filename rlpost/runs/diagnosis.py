@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rlpost.errors import DataError
 from rlpost.record import ACCURACY, LOSS, TRAINED_LOSSES, has_evaluation, number
 from rlpost.text import counted
-
-if TYPE_CHECKING:
-    from rlpost.runs.reader import RunRecord
 
 FIRST, LAST = 3, 5  # how many of the first steps are compared with how many of the last
 AT_LEAST = 8  # steps before a rule is applied
@@ -50,17 +47,19 @@ class Findings(NamedTuple):
     unread: str  # why the completions could not be read; empty if they were
 
 
-def symptoms_of(record: RunRecord) -> Findings:
-    """Find the symptoms in the figures of a run, and in the texts of its last step."""
-    few = few_held_out(record.metrics)
+def symptoms_of(
+    rows: Sequence[Row], sampled: Sequence[int], completions_of: Callable[[int], Sequence[Row]]
+) -> Findings:
+    """Find the symptoms in a run's figures, and in the completions of the last of its steps that are `sampled`."""
+    few = few_held_out(rows)
     found = {few.name: few} if few else {}
     diagnosis, unread = Diagnosis(), ""
-    for row in record.metrics:
+    for row in rows:
         for symptom in diagnosis.after(row):
             found.setdefault(symptom.name, symptom)
-    for step in record.rollout_steps[-1:]:
+    for step in sampled[-1:]:
         try:
-            completions = record.rollouts(step)
+            completions = completions_of(step)
         except DataError as error:
             unread = str(error)
             break
@@ -69,7 +68,7 @@ def symptoms_of(record: RunRecord) -> Findings:
         )
         if texts is not None:
             found.setdefault(texts.name, texts)
-    return Findings(list(found.values()), sum(row["step"] > 0 for row in record.metrics), unread)
+    return Findings(list(found.values()), sum(row["step"] > 0 for row in rows), unread)
 
 
 def repeated_text(step: int, texts: Sequence[str], prompts: Sequence[str]) -> Symptom | None:

@@ -272,7 +272,7 @@ class RunRecord:
         """The symptoms that its figures and its last texts show."""
         from rlpost.runs.diagnosis import symptoms_of
 
-        return symptoms_of(self)
+        return symptoms_of(self.metrics, self.rollout_steps, self.rollouts)
 
     # Its evaluations on held-out data
 
