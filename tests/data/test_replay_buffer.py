@@ -194,12 +194,12 @@ def saved_as_json(value: Any) -> dict[str, Any]:
     """A batch, or an entry of one, in the form of older checkpoints."""
     if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
         columns = {name: saved_as_json(column) for name, column in value.items()}
-        return {"size": value.batch_size[0], "values": columns}
+        return {"kind": "batch", "size": value.batch_size[0], "values": columns}
     if isinstance(value, History):
-        return {"values": value.to_chats()}
+        return {"kind": "history", "values": value.to_chats()}
     if isinstance(value, torch.Tensor):
-        return {"values": [row.tolist() for row in value.unbind(0)]}
-    return {"values": value.tolist()}
+        return {"kind": "ragged", "values": [row.tolist() for row in value.unbind(0)]}
+    return {"kind": "strings", "values": value.tolist()}
 
 
 def test_a_group_that_was_saved_as_its_batch_goes_on(conversation: Callable[..., Conversation]) -> None:
