@@ -77,9 +77,9 @@ def test_each_worker_has_its_own_of_each_list(here: None) -> None:
     first, second = (worker.object.collector for worker in STARTED)
     assert (first.env.batch_size, second.env.batch_size) == ((2,), (3,))
     assert [worker.how["options"]["num_cpus"] for worker in STARTED] == [2, 1]
-    seen: set[str] = set()
-    while seen != {"meta", "cpu"}:  # a batch is of the worker that was ready first
-        seen.add(collector.next().device.type)  # type: ignore[union-attr]
+    devices: set[str] = set()
+    while devices != {"meta", "cpu"}:  # a batch is of the worker that was ready first
+        devices.add(collector.next().device.type)  # type: ignore[union-attr]
     collector.shutdown()
 
 
