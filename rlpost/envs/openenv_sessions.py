@@ -60,7 +60,7 @@ class Session:
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
-        self._has_asked = False
+        self._is_open = False
 
     @classmethod
     async def open(cls, url: str) -> Self:
@@ -86,12 +86,12 @@ class Session:
         """
         from websockets.exceptions import ConnectionClosed
 
-        if self._has_asked:  # before, a frame is the server's reason to refuse the session
+        if self._is_open:  # before, a frame is the server's reason to refuse the session
             with suppress(TimeoutError, ConnectionClosed):
                 async with asyncio.timeout(0):
                     stray = await self._socket.recv()
                     raise ToolError(f"the server sent a frame that nobody asked for: {str(stray)[:80]!r}")
-        self._has_asked = True
+        self._is_open = True
         try:
             async with asyncio.timeout(seconds):
                 with suppress(ConnectionClosed):  # the last frames of the server, or its reason, are read below
