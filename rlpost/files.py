@@ -158,7 +158,7 @@ def check_listed(file: Path, expected: tuple[int, str] | None, advice: str) -> N
     if not file.is_file():
         raise CheckpointError(f"{file} is missing: the checkpoint is damaged, {advice}")
     if (file.stat().st_size, sha256(file)) != expected:
-        raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, {advice}")
+        raise CheckpointError(f"{file} has changed since it was written: the checkpoint is damaged, {advice}")
 
 
 def digest_of(files: Iterable[Path]) -> str:

@@ -178,7 +178,9 @@ def _settings_of(record: RunRecord, words: Sequence[str]) -> tuple[Any, Any, lis
     command = record.command
     if command is None or command not in READ:
         verbs = ", ".join(f"rlpost {each.verb}" for each in READ)
-        raise ConfigError(f"{record.folder} is a run of rlpost {record.verb or '?'}: replayed are those of {verbs}")
+        raise ConfigError(
+            f"{record.folder} is a run of rlpost {record.verb or '?'}: only steps of {verbs} can be replayed"
+        )
     given = parse_words(words)
     choices = {"env": record.choice("env") or "none"} | choices_in(given)
     common = [str(each) for each in given if each.key in WHERE or is_code(each, choices)]

@@ -82,7 +82,7 @@ def setting_candidates(command: Command[Any], typed: str) -> dict[str, str]:
 def _candidates(kind: str, command: Command[Any] | None = None) -> dict[str, str]:
     """The words of one kind: run, evaluation, recipe, verb, key, group, or the options of the group of that name.
 
-    Recipes and options are those that `command` can take.
+    With a `command`, only the recipes and options that it takes.
     """
     from rlpost.catalog import CHOICES, COMMANDS
     from rlpost.config import schema

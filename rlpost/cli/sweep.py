@@ -210,7 +210,7 @@ def _say(line: str) -> None:
 
 
 def plan_lines(planned: Sweep) -> list[str]:
-    """The jobs that would run, and those that are done."""
+    """The plan of a sweep: a row for each job, marked where it is done already."""
     rows = [
         (str(number), "done" if job.exit_code == 0 else "", job.name, printable(job.title))
         for number, job in enumerate(planned.jobs, start=1)

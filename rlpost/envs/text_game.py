@@ -377,7 +377,7 @@ class Starts(EndlessProblems):
         return {"game": self.env.name, "moves": moves_text, "observation": game.text, "start": start}
 
     def begin(self, positions: Sequence[int]) -> list[Game]:
-        """Begin the games at `positions`, all at once; those that have begun wait for their conversations."""
+        """Begin the games at `positions`, all at once; a game that has begun waits for its conversation."""
         env = self.env
         starts = dict.fromkeys(super(Starts, self).at(position)["start"] for position in positions)
         fresh = [Game(env, start) for start in starts if start not in env.waiting]

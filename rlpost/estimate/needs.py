@@ -324,7 +324,7 @@ class Part:
 
 
 def parts_of(work: Work) -> list[Part]:
-    """The memory of `work`, item by item; those that it does not have are left out."""
+    """The memory of `work`, item by item, without the items that it does not need."""
     gpu, ranks = work.on_gpu, work.ranks
     on_gpu = gpu and not work.offloaded
     # each rank holds a copy or its share; on a GPU rank 0's counts, on a CPU those of all ranks

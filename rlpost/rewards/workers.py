@@ -265,7 +265,7 @@ class _Output:
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_APPEND)  # so that what is printed after a `begin` is all there
 
     def begin(self) -> None:
-        """Drop what was printed so far."""
+        """Empty the file, so that it holds the output of the next call alone."""
         os.ftruncate(self.descriptor, 0)
 
     def shorten(self) -> None:

@@ -145,7 +145,7 @@ def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, A
 
 
 def _rank(each: Apart) -> tuple[bool, float, str]:
-    """Sort key of a figure: the important ones come first, then those that are furthest apart."""
+    """Sort key of a figure: important figures first, and the largest difference first among equals."""
     return not each.name.startswith(IMPORTANT), -each.size, each.name
 
 

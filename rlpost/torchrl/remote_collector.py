@@ -523,9 +523,9 @@ class AsyncCollector(RemoteCollector):
     the time. `postproc` is called here. Iteration ends after `total_frames`, a multiple of `frames_per_batch` (-1:
     never).
 
-    `update_policy_weights_` waits for the batch in flight, and the next one is collected with the new weights; with
-    `update_at_each_batch` those that were sent last, or else those of `policy`, are sent after each batch, before the
-    next one is taken. They are sent as a folder in memory, with the version that this process counts.
+    `update_policy_weights_` waits for the batch in flight, and the next one is collected with the new weights. With
+    `update_at_each_batch` weights are sent after each batch too: the ones sent last, or else the weights of `policy`.
+    They are sent as a folder in memory, with the version that this process counts.
     `weight_updater`, a constructor, loads them there, if a language policy does not do that itself. `num_threads` is
     torch's number of threads here, until `shutdown`, and `num_sub_threads` there.
 
@@ -628,9 +628,9 @@ class RayCollector(RemoteCollector):
     `set_seed` gives each worker the seed that the one before has returned, so that their draws differ.
     `update_policy_weights_` sends the weights as one copy a machine, or with a `weight_sync_schemes` of
     `{"policy": RayWeightSyncScheme(adapter=True)}` the adapter alone, and raises the version once all have answered;
-    nothing is sent before the first call. With `update_after_each_batch` a batch's workers are updated before they
-    begin another one, with `max_weight_update_interval` those that have delivered more than this many batches since
-    their last update; they get the weights that were sent last, or else those of `policy`.
+    nothing is sent before the first call. With `update_after_each_batch` a worker is updated before it begins another
+    batch; with `max_weight_update_interval` it is updated once it has delivered more batches than that since its
+    last update. It gets the weights that were sent last, or else the weights of `policy`.
 
     `ray_init_config` goes to `ray.init` if Ray does not run yet; without it a running cluster is used, or else one
     is started here. `remote_configs` go to `ray.remote` for each actor; the default is one CPU, 2 GiB, and 0.2 GPUs if

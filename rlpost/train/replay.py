@@ -65,7 +65,7 @@ class Computed:
 
     @property
     def finite(self) -> dict[str, float | None]:
-        """The figures, with None for those that are not finite."""
+        """The figures; a figure that is not finite is None."""
         return {name: value if math.isfinite(value) else None for name, value in self.figures.items()}
 
 
